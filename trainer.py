@@ -1,1 +1,679 @@
-"""placeholder"""
+"""The trainer: one process that scores completions, takes the optimizer steps, and hands out its state.
+
+Data flow of one update (DESIGN §4): completions → packed micro-batches → forward → the replay guard → losses from
+`algorithms.py` on chunks of rows → backward → clip → optimizer step. Everything called *old* (π_old, π_prox, V_old) is
+this process's own and belongs to the policy that sampled. A completion of the first optimizer step gets its old
+log-probabilities from that step's own forward, before anything is optimized; only flow-dppo, which steps twice, scores
+the second half separately. Plain class: `run.py` makes a Ray actor of it, the tests call it directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import algorithms
+import checkpoint
+import provider
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_LOSS_SCALE = 128.0  # fixed: a dynamic scale would make a resumed run depend on skipped steps
+LOGIT_ELEMENTS = 2**25  # rows × vocabulary of one chunk: 128 MiB of float32, about six such tensors alive in backward
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """What the trainer needs of the recipe; one line of `run.py --help` explains each."""
+
+    model: str
+    algorithm: str
+    precision: str = "fp32"
+    device: str = "cpu"
+    recompute: bool = False
+    offload_train: bool = False
+    optimizer: str = "sgd"
+    lr: float = 1e-5
+    critic_lr: float = 1e-5
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    temperature: float = 0.8
+    clip: float = 0.2
+    value_clip: float = 0.2
+    gamma: float = 1.0
+    lam: float = 0.95
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    kl_budget: float = 0.01
+    n_samples_per_prompt: int = 4
+    max_logprob_error: float = 1e-3
+    micro_batch_tokens: int = 16384
+    matmul_precision: str = "highest"
+    seed: int = 42
+    memory_cap_gib: float = 0.0
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm != "grpo"
+
+    @property
+    def steps(self) -> int:
+        return 2 if self.algorithm == "flow-dppo" else 1
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Completions laid end to end without padding. A completion is fed without its last token: nothing follows it."""
+
+    samples: list[int]  # positions in the batch
+    tokens: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [B+1] int64, on the host, where the attention's indices are made
+    rows: torch.Tensor  # [R] int64: the positions whose outputs predict the response tokens
+    targets: torch.Tensor  # [R] int64: those response tokens
+    lengths: list[int]  # response tokens of each completion
+
+
+def make_packs(completions: list[dict], samples: list[int], budget: int, device: str) -> list[Pack]:
+    """Split `samples` in order into packs of at most `budget` tokens (one completion at least)."""
+    groups: list[list[int]] = [[]]
+    used = 0
+    for i in samples:
+        size = len(completions[i]["prompt_tokens"]) + len(completions[i]["response_tokens"])
+        if groups[-1] and used + size > budget:
+            groups.append([])
+            used = 0
+        groups[-1].append(i)
+        used += size
+    packs = []
+    for group in groups:
+        tokens, ends, rows, targets, lengths = [], [0], [], [], []
+        for i in group:
+            prompt, response = completions[i]["prompt_tokens"], completions[i]["response_tokens"]
+            start = len(tokens) + len(prompt) - 1
+            tokens += [*prompt, *response[:-1]]
+            rows += range(start, start + len(response))
+            targets += response
+            lengths.append(len(response))
+            ends.append(len(tokens))
+        packs.append(
+            Pack(
+                group,
+                torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True),
+                torch.tensor(ends, dtype=torch.int64),
+                torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
+                torch.tensor(targets, dtype=torch.int64).to(device, non_blocking=True),
+                lengths,
+            )
+        )
+    return packs
+
+
+def per_completion(values: torch.Tensor, packs: list[Pack]) -> dict[int, torch.Tensor]:
+    """Cut [sum of lengths] values, laid out as `packs`, into {sample: [length]}."""
+    samples = [i for pack in packs for i in pack.samples]
+    lengths = [n for pack in packs for n in pack.lengths]
+    return dict(zip(samples, values.split(lengths), strict=True))
+
+
+def token_weights(lengths: list[int], device: str) -> torch.Tensor:
+    """d sample_mean(x) / dx: the weight of every token, so that a chunk of rows can be summed on its own. [sum lengths]."""
+    zeros = torch.zeros(sum(lengths), device=device, requires_grad=True)
+    return torch.autograd.grad(algorithms.sample_mean(zeros, lengths, None), zeros)[0]
+
+
+# --- one network -----------------------------------------------------------------------------------------------------
+
+
+class Network:
+    """A looped model with what trains it: Megatron's DDP, optimizer and scheduler."""
+
+    def __init__(self, config: provider.NanbeigeConfig, settings: TrainerSettings, critic: bool):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.settings = settings
+        self.name = "critic" if critic else "actor"
+        lr = settings.critic_lr if critic else settings.lr
+        dtype = DTYPES[settings.precision]
+        self.model = provider.build_model(
+            config, critic=critic, dtype=dtype, recompute=settings.recompute, device=settings.device
+        )
+        provider.load_native(self.model, provider.read_checkpoint(settings.model, config))
+        # Gradients are summed in FP32, whatever the weights are stored in; one bucket, reduced once a step.
+        self.ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            self.model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer=settings.optimizer,
+                lr=lr,
+                min_lr=lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=0.9,
+                adam_beta2=0.95,
+                adam_eps=1e-8,
+                sgd_momentum=0.0,
+                clip_grad=0.0,  # clipped below: Megatron's clip asserts a CUDA tensor type, and CPU and GPU share one path
+                fp16=dtype == torch.float16,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                loss_scale=FP16_LOSS_SCALE if dtype == torch.float16 else None,
+            ),
+            [self.ddp],
+        )
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if one.init_state_fn is None:  # SGD without momentum has no state to prepare before a load
+                one.init_state_fn = lambda *_: None
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=lr,
+            max_lr=lr,
+            min_lr=lr,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
+        self._host: dict[torch.Tensor, torch.Tensor] | None = None
+
+    def step(self) -> float:
+        """Clip, check and take one optimizer step. Returns the gradient norm before clipping; raises GuardError."""
+        self.ddp.finish_grad_sync()
+        overflow = self.optimizer.prepare_grads()
+        grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
+        if overflow or not np.isfinite(norm):
+            raise checkpoint.GuardError(
+                f"{self.name}: gradient of {self._worst_gradient()} is not finite; no optimizer step was taken"
+            )
+        if self.settings.clip_grad > 0 and norm > self.settings.clip_grad:
+            torch._foreach_mul_(grads, self.settings.clip_grad / (norm + 1e-6))
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return norm
+
+    def _worst_gradient(self) -> str:
+        for name, p in self.model.named_parameters():
+            if not torch.isfinite(p.main_grad).all():
+                return name
+        return "an unnamed tensor"
+
+    def start_step(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    # -- where it lives --
+
+    def _resident(self) -> list[torch.Tensor]:
+        held = {id(p): p for p in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            held.update((id(p), p) for p in group["params"])
+        for state in self.optimizer.state.values():
+            held.update((id(t), t) for t in state.values() if torch.is_tensor(t) and t.is_cuda)
+        return [t.data for t in held.values()]
+
+    def to_host(self) -> None:
+        """Move weights and optimizer state to pinned host memory and drop the gradients, which a step begins by zeroing."""
+        if self.settings.device != "cuda" or not self.settings.offload_train or self._host is not None:
+            return
+        self._host = {}
+        for t in self._resident():
+            host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            host.copy_(t, non_blocking=True)
+            self._host[t] = host
+        torch.cuda.synchronize()
+        for t in self._host:
+            t.untyped_storage().resize_(0)
+        for buffer in self.ddp.buffers:
+            buffer.offload_to_cpu(move_params=False)
+
+    def to_device(self) -> None:
+        """Undo `to_host`; the values come back bit for bit."""
+        if self._host is None:
+            return
+        for t, host in self._host.items():
+            t.untyped_storage().resize_(host.numel() * host.element_size())
+            t.copy_(host, non_blocking=True)
+        for buffer in self.ddp.buffers:
+            buffer.reload_from_cpu(move_params=False)
+        torch.cuda.synchronize()
+        self._host = None
+
+    # -- what is durable --
+
+    def sharded_state(self, is_loading: bool) -> dict:
+        model = self.model.sharded_state_dict()
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(dict(model), is_loading=is_loading),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        # Megatron may restore one `step` tensor into every parameter's state; torch's Adam then counts it once a
+        # parameter. Each gets its own (megatron-core 0.16.1, torch 2.13).
+        for one in self.optimizer.state.values():
+            if torch.is_tensor(one.get("step")):
+                one["step"] = one["step"].clone()
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+# --- the trainer -----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Holds actor and, where the algorithm has one, critic. All methods run in one process, one at a time."""
+
+    def __init__(self, settings: TrainerSettings):
+        self.settings = settings
+        self.started = time.time()
+        _start_process(settings)
+        self.config = provider.read_config(settings.model)
+        self.actor = Network(self.config, settings, critic=False)
+        self.critic = None
+        if settings.has_critic:
+            self.actor.to_host()
+            self.critic = Network(self.config, settings, critic=True)
+        self._snapshot: dict | None = None
+        self._writer: threading.Thread | None = None
+        self._writer_error: BaseException | None = None
+        self._digest_cache: dict | None = None
+
+    def hold(self, run: str) -> None:
+        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6)."""
+        self._lock = checkpoint.hold_run(run)
+
+    def _only(self, network: Network) -> Network:
+        """Bring `network` to the device and, with --offload-train, send the other away first."""
+        other = self.critic if network is self.actor else self.actor
+        if other is not None:
+            other.to_host()
+        network.to_device()
+        return network
+
+    # -- one update --
+
+    def train(self, completions: list[dict], update: int) -> dict:
+        """Take the optimizer steps of one update.
+
+        completions: in sample order, each with `prompt_tokens`, `response_tokens`, `log_probs` (of the rollout policy,
+        one a response token) and `reward`. Returns the metrics of DESIGN §6. Raises checkpoint.GuardError, before any
+        optimizer step, when a replayed log-probability differs from the rollout's by more than `max_logprob_error` or a
+        number is not finite.
+        """
+        s = self.settings
+        n = len(completions)
+        share = n // s.steps
+        parts = [list(range(k * share, (k + 1) * share)) for k in range(s.steps)]
+        packs = [make_packs(completions, part, s.micro_batch_tokens, s.device) for part in parts]
+        self._digest_cache = None
+        self._behaviour = [
+            torch.tensor(c["log_probs"], dtype=torch.float32).to(s.device, non_blocking=True) for c in completions
+        ]
+        frozen: dict[int, list[torch.Tensor]] = {}
+        old: dict[int, torch.Tensor] = {}
+        metrics: dict[str, float | list] = {}
+
+        values: dict[int, torch.Tensor] = {}
+        if self.critic is not None:
+            self._only(self.critic)
+            with torch.no_grad():
+                for part in packs:
+                    scored = [self._values(pack) for pack in part]
+                    values.update(per_completion(torch.cat(scored), part))
+        advantages, returns = self._advantages(completions, values, metrics)
+
+        self._only(self.actor)
+        for part in packs[1:]:  # what the first step's own forward does not see
+            self._score(part, old, frozen)
+        history = []
+        for k, part in enumerate(packs):
+            first = k == 0
+            guard = (lambda: self._guard(completions, old, update, metrics)) if first else None
+            history.append(self._policy_step(part, advantages, old, frozen, guard, update))
+        critic_history = []
+        if self.critic is not None:
+            self._only(self.critic)
+            critic_history = [self._critic_step(part, values, returns, update) for part in packs]
+
+        for rows in (history, critic_history):
+            for name in rows[0] if rows else ():
+                per_step = [row[name] for row in rows]
+                metrics[name] = float(np.mean(per_step))
+                if len(rows) > 1:
+                    metrics[f"{name}_steps"] = per_step
+        return metrics
+
+    def _advantages(self, completions: list[dict], values: dict, metrics: dict) -> tuple[dict, dict]:
+        """Advantages and returns per completion, once over the whole batch. {sample: [length]} each."""
+        s = self.settings
+        lengths = [len(c["response_tokens"]) for c in completions]
+        rewards = torch.tensor([c["reward"] for c in completions], dtype=torch.float32, device=s.device)
+        if self.critic is None:
+            grouped = algorithms.group_advantages(rewards, s.n_samples_per_prompt)
+            return {i: a.expand(n) for i, (a, n) in enumerate(zip(grouped, lengths, strict=True))}, {}
+        flat = torch.zeros(sum(lengths), device=s.device)
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        present = torch.tensor([n > 0 for n in lengths])
+        flat[ends[present].to(s.device)] = rewards[present.to(s.device)]
+        flat_values = torch.cat([values[i] for i in range(len(lengths))])
+        raw, returns = algorithms.gae(flat, flat_values, lengths, s.gamma, s.lam)
+        metrics["value_mean"] = float(flat_values.mean())
+        metrics["return_mean"] = float(returns.mean())
+        metrics["explained_variance"] = float(algorithms.explained_variance(flat_values, returns))
+        whitened = algorithms.whiten(raw, None)
+        return dict(enumerate(whitened.split(lengths))), dict(enumerate(returns.split(lengths)))
+
+    def _chunk_rows(self) -> int:
+        return max(1, LOGIT_ELEMENTS // self.config.vocab_size)
+
+    @torch.no_grad()
+    def _score(self, packs: list[Pack], old: dict, frozen: dict) -> None:
+        """π_old of `packs` before the first step: selected log-probabilities, and the frozen distributions on the host."""
+        s = self.settings
+        for pack in packs:
+            hidden = self.actor.model(pack.tokens, pack.cu_seqlens, pack.rows)
+            selected, rows = [], self._chunk_rows()
+            chunks = []
+            for h, t in zip(hidden.split(rows), pack.targets.split(rows), strict=True):
+                log_probs = algorithms.log_softmax(self.actor.model.head(h), s.temperature)
+                selected.append(algorithms.selected_log_probs(log_probs, t, 1.0))
+                chunks.append(log_probs.to("cpu"))
+            frozen[pack.samples[0]] = chunks
+            old.update(per_completion(torch.cat(selected), [pack]))
+
+    def _policy_step(self, packs: list[Pack], advantages, old, frozen, guard, update: int) -> dict:
+        """Forward, backward and one optimizer step of the actor on `packs`; the guard runs between backward and step."""
+        s, actor = self.settings, self.actor
+        actor.start_step()
+        lengths = [n for pack in packs for n in pack.lengths]
+        weights = per_completion(token_weights(lengths, s.device), packs)
+        sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+        new: dict[int, torch.Tensor] = {}
+        for pack in packs:
+            hidden = actor.model(pack.tokens, pack.cu_seqlens, pack.rows)
+            leaf = hidden.detach().requires_grad_()
+            rows = self._chunk_rows()
+            flat = [torch.cat([d[i] for i in pack.samples]) for d in (advantages, weights)]
+            flat.append(torch.cat([self._behaviour[i] for i in pack.samples]))
+            known = torch.cat([old[i] for i in pack.samples]) if pack.samples[0] in old else None
+            selected = []
+            for j, start in enumerate(range(0, len(pack.targets), rows)):
+                cut = slice(start, start + rows)
+                logits = actor.model.head(leaf[cut])
+                a, w, behaviour = (x[cut] for x in flat)
+                log_probs = algorithms.selected_log_probs(logits, pack.targets[cut], s.temperature)
+                # Before the first step the policy is the one that sampled: its own forward is π_old and π_prox.
+                proximal = log_probs.detach() if known is None else known[cut]
+                if s.algorithm in ("ppo", "grpo"):
+                    loss, seen = algorithms.ppo_loss(log_probs, behaviour, a, s.clip)
+                elif s.algorithm == "dppo":
+                    loss, seen = algorithms.dppo_loss(
+                        log_probs, proximal, behaviour, a, s.clip, s.correction_low, s.correction_high
+                    )
+                else:
+                    full = algorithms.log_softmax(logits, s.temperature)
+                    before = frozen[pack.samples[0]][j].to(s.device) if pack.samples[0] in frozen else full.detach()
+                    loss, seen = algorithms.flow_dppo_loss(full, before, pack.targets[cut], a, s.kl_budget)
+                ((loss * w).sum() * actor.loss_scale).backward()
+                selected.append(log_probs.detach())
+                seen = {
+                    **seen,
+                    "loss": loss.detach(),
+                    "entropy": algorithms.entropy(logits.detach(), s.temperature),
+                    "kl_rollout": algorithms.kl_to(log_probs.detach(), behaviour),
+                }
+                for name, value in seen.items():
+                    sums[name].append(value.detach().expand(len(a)) if value.dim() == 0 else value.detach())
+            hidden.backward(leaf.grad)
+            new.update(per_completion(torch.cat(selected), [pack]))
+        if guard is not None:
+            old.update(new)
+            guard()
+        # sample_mean as the loss has it, not a mean over tokens: then `loss` is the number that was differentiated.
+        result = {k: float(algorithms.sample_mean(torch.cat(v), lengths, None)) for k, v in sums.items()}
+        if not np.isfinite(result["loss"]):
+            raise checkpoint.GuardError(f"update {update}: the policy loss is {result['loss']}; no optimizer step was taken")
+        result["grad_norm"] = actor.step()
+        return result
+
+    def _guard(self, completions: list[dict], old: dict, update: int, metrics: dict) -> None:
+        """The replay guard of DESIGN §5: the trainer's own log-probabilities against the rollout's."""
+        worst, total, count, place = 0.0, 0.0, 0, None
+        ours = torch.cat([old[i] for i in range(len(completions))])
+        theirs = torch.cat(self._behaviour)
+        gap = (ours - theirs).abs().cpu()
+        if len(gap):
+            # NaN compares false with everything: it is the worst there is.
+            at = int(torch.where(torch.isnan(gap), torch.inf, gap).argmax())
+            worst, total, count = float(gap[at]), float(gap.double().sum()), len(gap)
+            sample = 0
+            while at >= len(completions[sample]["response_tokens"]):
+                at -= len(completions[sample]["response_tokens"])
+                sample += 1
+            place = (sample, at, completions[sample]["response_tokens"][at], float(old[sample][at]))
+        metrics["max_logprob_error"] = worst
+        metrics["mean_logprob_error"] = total / max(count, 1)
+        if not worst <= self.settings.max_logprob_error:
+            sample, at, token, mine = place
+            raise checkpoint.GuardError(
+                f"update {update}: replay guard: sample {sample}, response token {at} (id {token}): the trainer has"
+                f" log-probability {mine:.7g}, the rollout {completions[sample]['log_probs'][at]:.7g}, difference"
+                f" {worst:.3g} > --max-logprob-error {self.settings.max_logprob_error:g}; nothing was optimized"
+            )
+
+    def _values(self, pack: Pack) -> torch.Tensor:
+        return self.critic.model.head(self.critic.model(pack.tokens, pack.cu_seqlens, pack.rows))
+
+    def _critic_step(self, packs: list[Pack], old_values: dict, returns: dict, update: int) -> dict:
+        s, critic = self.settings, self.critic
+        critic.start_step()
+        lengths = [n for pack in packs for n in pack.lengths]
+        weights = per_completion(token_weights(lengths, s.device), packs)
+        losses, clipped = [], []
+        for pack in packs:
+            before, target, w = (torch.cat([d[i] for i in pack.samples]) for d in (old_values, returns, weights))
+            loss, seen = algorithms.value_loss(self._values(pack), before, target, s.value_clip)
+            ((loss * w).sum() * critic.loss_scale).backward()
+            losses.append(loss.detach())
+            clipped.append(seen["value_clip_fraction"])
+        value_loss = float(algorithms.sample_mean(torch.cat(losses), lengths, None))
+        if not np.isfinite(value_loss):
+            raise checkpoint.GuardError(f"update {update}: the value loss is {value_loss}; the critic took no step")
+        return {
+            "value_loss": value_loss,
+            "value_clip_fraction": float(algorithms.sample_mean(torch.cat(clipped), lengths, None)),
+            "critic_grad_norm": critic.step(),
+        }
+
+    # -- publication (the sending end) --
+
+    def policy(self) -> dict:
+        """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it is published now."""
+        if self._digest_cache is None:
+            self._only(self.actor)
+            entries = {n: checkpoint.tensor_digest(t) for n, t in provider.export_native(self.actor.model)}
+            self._digest_cache = {
+                "digest": checkpoint.policy_digest(entries),
+                "tensors": {n: [dtype, list(shape)] for n, (dtype, shape, _) in entries.items()},
+                "hashes": {n: h for n, (_, _, h) in entries.items()},
+            }
+        return self._digest_cache
+
+    def publish(self, version: int, transport: str, location: str) -> dict:
+        """Write the policy where the engine finds it. Returns the manifest, which states the digest."""
+        from safetensors.torch import save_file
+
+        policy = self.policy()
+        self._only(self.actor)
+        path = Path(location)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {n: t.detach().cpu().contiguous() for n, t in provider.export_native(self.actor.model)}
+        save_file(tensors, path)
+        return {
+            "version": version,
+            "digest": policy["digest"],
+            "transport": transport,
+            "location": str(path),
+            "tensors": policy["tensors"],
+        }
+
+    # -- checkpoints --
+
+    def snapshot(self) -> None:
+        """Copy all durable state to host memory, after waiting for the previous writer; the next update may then run."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        self.wait_for_checkpoint()
+        networks = [n for n in (self.actor, self.critic) if n is not None]
+        policy = self.policy()
+        tensors = {"actor": policy["hashes"], "optimizer": {}}
+        states = {}
+        for network in networks:
+            self._only(network)
+            if network is self.critic:
+                exported = provider.export_native(network.model)
+                tensors["critic"] = {n: checkpoint.tensor_digest(t)[2] for n, t in exported}
+            state = network.sharded_state(is_loading=False)
+            for key, sharded in _walk(state, ShardedTensor):
+                sharded.data = sharded.data.detach().to("cpu", copy=True)
+                if key.startswith("optimizer."):
+                    tensors["optimizer"][f"{network.name}.{sharded.key}"] = checkpoint.tensor_digest(sharded.data)[2]
+            state["rng"] = _rng_state(self.settings.device)
+            states[network.name] = state
+        self._snapshot = {"states": states, "tensors": tensors, "digest": policy["digest"]}
+
+    def write_checkpoint(self, run: str, updates: int, cursor: int, keep: int, extra: dict) -> None:
+        """Write the snapshot in the background; `wait_for_checkpoint` reports how it went."""
+        taken, self._snapshot = self._snapshot, None
+        state = {
+            "updates": updates,
+            "policy_version": updates + 1,
+            "policy_digest": taken["digest"],
+            "cursor": cursor,
+            "tensors": taken["tensors"],
+            **extra,
+        }
+
+        def write():
+            try:
+                write_states(run, updates, taken["states"])
+                checkpoint.publish_checkpoint(run, updates, state, keep)
+            except BaseException as error:  # carried to the loop, which waits for the writer
+                self._writer_error = error
+
+        self._writer = threading.Thread(target=write, name="checkpoint-writer")
+        self._writer.start()
+
+    def wait_for_checkpoint(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._writer_error is not None:
+            error, self._writer_error = self._writer_error, None
+            raise error
+
+    def load(self, run: str, updates: int, policy_digest: str) -> None:
+        """Take the state of checkpoint `updates`; raises GuardError when it does not reproduce the recorded digest."""
+        from megatron.core import dist_checkpointing
+
+        for network in (self.actor, self.critic):
+            if network is None:
+                continue
+            self._only(network)
+            wanted = network.sharded_state(is_loading=True)
+            where = checkpoint.checkpoint_path(run, updates) / network.name
+            state = dist_checkpointing.load(wanted, str(where))
+            network.load(state)
+            if network is self.actor:
+                _set_rng_state(state["rng"], self.settings.device)
+        self._digest_cache = None
+        if (digest := self.policy()["digest"]) != policy_digest:
+            raise checkpoint.GuardError(f"checkpoint {updates}: loaded policy has digest {digest}, recorded {policy_digest}")
+
+    # -- facts --
+
+    def facts(self) -> dict:
+        """Versions and memory, for run.json and the metrics."""
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self.settings.device == "cuda" else None
+        return {"pid": os.getpid(), "parameters": sum(p.numel() for p in self.actor.model.parameters()), "peak_gib": peak}
+
+
+def write_states(run: str, updates: int, states: dict) -> None:
+    """Write each network's state with Megatron's dist_checkpointing into the staging folder of checkpoint `updates`."""
+    from megatron.core import dist_checkpointing
+
+    staging = checkpoint.staging(run, updates)
+    for name, state in states.items():
+        (staging / name).mkdir(parents=True)
+        dist_checkpointing.save(state, str(staging / name))
+
+
+def _walk(tree, kind, prefix=""):
+    """Yield (dotted path, leaf) for each leaf of type `kind` in nested dicts and lists."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for key, value in items:
+        if isinstance(value, kind):
+            yield f"{prefix}{key}", value
+        else:
+            yield from _walk(value, kind, f"{prefix}{key}.")
+
+
+def _rng_state(device: str) -> dict:
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if device == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict, device: str) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if device == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _start_process(settings: TrainerSettings) -> None:
+    """Determinism, precision, and Megatron's process groups of one process."""
+    from megatron.core import parallel_state
+
+    if settings.device == "cuda":
+        torch.cuda.set_device(0)
+        if settings.memory_cap_gib:
+            total = torch.cuda.get_device_properties(0).total_memory / 2**30
+            torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory_cap_gib / total))
+    else:
+        import megatron_cpu
+
+        megatron_cpu.enable()
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
+    torch.manual_seed(settings.seed)
+    np.random.seed(settings.seed)
+    random.seed(settings.seed)
+    if not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
+        # One process needs no rendezvous port: the store is its own memory.
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
