@@ -204,12 +204,20 @@ def check(r: Recipe) -> Inputs:
     with reward.Grader(r.reward):
         pass
     contents = {
-        "model": provider.content_digest(r.model),
+        "model": model_content(Path(r.model)),
         "data": data.file_digest(r.data),
         "eval_data": data.file_digest(r.eval_data) if r.eval_data else None,
         "reward": reward.reward_source(r.reward)[1] if r.reward else None,
     }
     return Inputs(config, tokenizer, prompts, held_out, contents)
+
+
+def model_content(model: Path) -> dict:
+    """What a resume compares of the model: its JSON files by content, its weights by size (a checkpoint holds the policy)."""
+    import data
+
+    described = {p.name: data.file_digest(p) for p in sorted(model.glob("*.json"))}
+    return {**described, **{p.name: p.stat().st_size for p in sorted(model.glob("*.safetensors"))}}
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
@@ -605,7 +613,7 @@ def main(argv: list[str]) -> int:
             changed = [k for k, v in saved["contents"].items() if inputs.contents.get(k) != v]
             if changed:
                 raise ValueError(f"--resume: the content of --{changed[0].replace('_', '-')} is not what the run began with")
-            stack.enter_context(checkpoint.lock_run(run, wait_s=30))
+            lock = stack.enter_context(checkpoint.lock_run(run, wait_s=30))
             found = checkpoint.newest_checkpoint(run, lambda text: print(text, flush=True))
             if found:
                 start, state = found
@@ -631,9 +639,9 @@ def main(argv: list[str]) -> int:
         facts = {"trainer": ray.get(at.trainer.facts.remote()), "engine": ray.get(at.engine.facts.remote())}
         if not saved:
             checkpoint.create_run(run, record(r, inputs, at, threads, facts))
-            stack.enter_context(checkpoint.lock_run(run))
+            lock = stack.enter_context(checkpoint.lock_run(run))
             checkpoint.next_epoch(run)
-        ray.get([at.trainer.hold.remote(str(run.absolute())), at.engine.hold.remote(str(run.absolute()))])
+        ray.get([actor.hold.remote(str(run.absolute()), lock.owner) for actor in (at.trainer, at.engine)])
         if state:
             ray.get(at.trainer.load.remote(str(run.absolute()), start, state["policy_digest"]))
         code = train(r, inputs, at, grader, start, cursor, stop)

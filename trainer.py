@@ -298,9 +298,9 @@ class Trainer:
         self._writer_error: BaseException | None = None
         self._digest_cache: dict | None = None
 
-    def hold(self, run: str) -> None:
+    def hold(self, run: str, owner: str) -> None:
         """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6)."""
-        self._lock = checkpoint.hold_run(run)
+        self._lock = checkpoint.hold_run(run, owner)
 
     def _only(self, network: Network) -> Network:
         """Bring `network` to the device and, with --offload-train, send the other away first."""
