@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ORPHAN_WAIT_S = 30.0  # how long a resume waits for processes of a killed run
 _THREADED_FROM = 1 << 20  # bytes; below this, starting threads costs more than hashing
+_PIECE, _PIECES = 128 << 20, 4  # bytes of one pinned buffer of `tensor_digests`, and how many
+_pinned: dict[int, Any] = {}  # kept for the life of the process: pinning costs more than hashing
 _CHUNK = 16 << 20  # bytes read at a time when a file is hashed
 _NUMBERED = re.compile(r"[0-9]{6,}")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -76,6 +78,41 @@ def tensor_digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     data = flat.view(torch.uint8).numpy() if flat.numel() else b""
     threads = blake3.AUTO if flat.numel() * flat.element_size() > _THREADED_FROM else 1
     return name, tuple(tensor.shape), blake3(data, max_threads=threads).hexdigest()
+
+
+def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """`tensor_digest` of each (name, tensor). CUDA tensors stream through pinned memory: one piece is copied while the
+    pieces before it are hashed by all cores, so 16.7 GB cost what the hashing costs, and no second copy is needed."""
+    import torch
+
+    found, jobs = {}, []
+    with ThreadPoolExecutor(1) as hashing:  # one thread: pieces of a tensor are hashed in their order
+        for name, tensor in tensors:
+            if not tensor.is_cuda:
+                found[name] = tensor_digest(tensor)
+                continue
+            dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+            hasher = blake3(max_threads=blake3.AUTO)
+            for piece in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_PIECE):
+                slot = len(jobs) % _PIECES
+                if len(jobs) >= _PIECES:
+                    jobs[-_PIECES].result()  # the slot's last user has been hashed
+                if slot not in _pinned:
+                    _pinned[slot] = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+                host = _pinned[slot][: piece.numel()]
+                host.copy_(piece, non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+                jobs.append(hashing.submit(_hash_piece, hasher, copied, host))
+            found[name] = (dtype, tuple(tensor.shape), hasher)
+        for job in jobs:
+            job.result()
+    return {n: (d, shape, h if isinstance(h, str) else h.hexdigest()) for n, (d, shape, h) in found.items()}
+
+
+def _hash_piece(hasher: Any, copied: Any, host: torch.Tensor) -> None:
+    copied.synchronize()
+    hasher.update(host.numpy())
 
 
 def policy_digest(entries: Mapping[str, tuple[str, Iterable[int], str]]) -> str:
@@ -295,15 +332,20 @@ def create_run(run: Path | str, record: Mapping[str, Any]) -> None:
     try:
         if not _flock(fd, fcntl.LOCK_EX, run, 0.2):
             raise RunLocked(f"{run}: another process works on this run")
-        if (run / "run.json").exists():
+        if holds_run(run):
             raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --output")
-        for name in ("metrics.jsonl", "rollouts", "checkpoints", "publications"):
-            left = run / name
-            if left.exists() and not (left.is_dir() and all(e.name.startswith(".") for e in left.iterdir())):
-                raise ValueError(f"{run}: holds {name} of a run without run.json; choose another --output")
         write_atomic(run / "run.json", data)
     finally:
         os.close(fd)
+
+
+def holds_run(run: Path | str) -> bool:
+    """Whether a directory holds a run, or parts of one without its run.json. Changes nothing."""
+    run = Path(run)
+    if (run / "run.json").exists() or (run / "metrics.jsonl").exists():
+        return True
+    folders = [run / name for name in ("rollouts", "checkpoints", "publications") if (run / name).is_dir()]
+    return any(not entry.name.startswith(".") for folder in folders for entry in folder.iterdir())
 
 
 def read_run(run: Path | str) -> dict[str, Any]:

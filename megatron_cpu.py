@@ -1,16 +1,16 @@
 """Megatron-core without CUDA: the one place that makes it run on a machine that has no GPU.
 
-Why. megatron-core 0.16.1 takes a GPU for granted in places that have nothing to do with a GPU: its DDP buffers are
-allocated on `torch.cuda.current_device()`, its optimizer and `dist_checkpointing` make scalars with `device="cuda"`, and
+Why. megatron-core 0.16.1 takes a GPU for granted in places that have nothing to do with a GPU: its DDP allocates
+buffers on `torch.cuda.current_device()`, its optimizer and `dist_checkpointing` make scalars with `device="cuda"`, and
 the checkpoint writer calls `torch.cuda.synchronize()`. Without CUDA each of these raises. Inside `enable()`
 
 - `torch.cuda.current_device()` answers "cpu", which every `device=` argument accepts,
 - `torch.cuda.synchronize()` does nothing, as there is nothing to wait for,
-- `device="cuda"` means "cpu", and `tensor.cuda()` returns the tensor (a `TorchFunctionMode`).
+- `device="cuda"` means "cpu", `tensor.cuda()` returns the tensor, and `tensor.type()` says "torch.cuda.FloatTensor" and
+  the like, which the optimizer asks for before it takes half-precision parameters or clips (a `TorchFunctionMode`).
 
 Megatron's CUDA random-number tracker is not imitated: it serves dropout and weight initialisation, and this model has
-neither (weights come from a checkpoint). Gradient clipping inside Megatron's optimizer asserts a CUDA tensor type, which
-this does not cover: pass `clip_grad=0` and clip outside.
+neither (weights come from a checkpoint).
 
 Where CUDA is available `enable()` changes nothing.
 
@@ -21,41 +21,59 @@ The forward and backward pass need none of it. Keep them outside: the mode costs
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+_saved: list = []
+_inside: list = []
 
 
 @contextlib.contextmanager
 def enable() -> Iterator[None]:
-    """Make Megatron's CUDA calls answer for the CPU while the context lasts, in this thread. Nests. No effect with CUDA."""
+    """Make Megatron's CUDA calls answer for the CPU while the context lasts. Nests. No effect where there is CUDA."""
     import torch
 
     if torch.cuda.is_available():
         yield
         return
-    saved = torch.cuda.current_device, torch.cuda.synchronize
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.synchronize = lambda device=None: None
+    # The functions are the process's, the mode is the thread's: a checkpoint writer and an optimizer step may be inside
+    # at once, so the last one out restores.
+    with _lock:
+        if not _saved:
+            _saved[:] = [torch.cuda.current_device, torch.cuda.synchronize]
+            torch.cuda.current_device = lambda: "cpu"
+            torch.cuda.synchronize = lambda device=None: None
+        _inside.append(None)
     try:
         with _cuda_means_cpu():
             yield
     finally:
-        torch.cuda.current_device, torch.cuda.synchronize = saved
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                torch.cuda.current_device, torch.cuda.synchronize = _saved
+                _saved.clear()
 
 
 def _cuda_means_cpu():
     import torch
     from torch.overrides import TorchFunctionMode
 
+    def is_cuda(device):
+        return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
     class CudaMeansCpu(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             kwargs = dict(kwargs or {})
             if func is torch.Tensor.cuda:
                 return args[0]
-            device = kwargs.get("device")
-            if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                return func(args[0]).replace("torch.", "torch.cuda.")
+            if is_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
             if func is torch.Tensor.to:
-                args = tuple("cpu" if isinstance(a, (str, torch.device)) and torch.device(a).type == "cuda" else a for a in args)
+                args = tuple("cpu" if is_cuda(a) else a for a in args)
             return func(*args, **kwargs)
 
     return CudaMeansCpu()

@@ -1,21 +1,21 @@
-"""Nanbeige for Megatron-core: the config, the looped model with its actor and critic heads, native <-> Megatron weights.
+"""Nanbeige for Megatron-core: the config, the looped model with actor and critic heads, native <-> Megatron weights.
 
 A looped transformer runs its physical decoder layers `num_loops` times with the same weights:
 
     embed -> for each loop: all layers in order, then the final RMSNorm -> head
 
 (with `skip_loop_final_norm` the norm comes after the last loop only). A layer is pre-norm grouped-query attention with
-half-split RoPE, then pre-norm SwiGLU. Every loop computes its own keys and values, so loop 1 of a token attends to loop 1
-of earlier tokens and to nothing else.
+half-split RoPE, then pre-norm SwiGLU. Every loop computes its own keys and values, so loop 1 of a token attends to
+loop 1 of earlier tokens and to nothing else.
 
 What is Megatron's here: `VocabParallelEmbedding`, `TransformerLayer` with its tensor-parallel linears, RMSNorm, and
-`ColumnParallelLinear` as output layer. What is ours: the order in which they run, the core attention (Megatron's own wants a
-CUDA buffer and no packed sequences), and the names. Sequences come packed, laid end to end without padding; only the
-attention itself sees a padded batch.
+`ColumnParallelLinear` as output layer. What is ours: the order in which they run, the core attention (Megatron's own
+wants a CUDA buffer and no packed sequences), and the names. Sequences come packed, laid end to end without padding;
+only the attention itself sees a padded batch.
 
 In three parts: the config and the files of a checkpoint (no torch needed to check them), the model, the weights.
-Importing this module imports neither torch nor Megatron. Whatever is wrong with a file is a `ValueError` of one line that
-names the file and the field or tensor.
+Importing this module imports neither torch nor Megatron. Whatever is wrong with a file is a `ValueError` of one line
+that names the file and the field or tensor.
 """
 
 import functools
@@ -142,9 +142,13 @@ def parse_config(raw: Mapping[str, Any], where: str) -> NanbeigeConfig:
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     }
     heads = sizes["num_attention_heads"]
-    kv_heads = heads if get("num_key_value_heads") is None else integer("num_key_value_heads", raw["num_key_value_heads"])
+    kv_heads = (
+        heads if get("num_key_value_heads") is None else integer("num_key_value_heads", raw["num_key_value_heads"])
+    )
     if heads % kv_heads:
-        raise ValueError(f'{where}: "num_key_value_heads" is {kv_heads}; it must divide "num_attention_heads" ({heads})')
+        raise ValueError(
+            f'{where}: "num_key_value_heads" is {kv_heads}; it must divide "num_attention_heads" ({heads})'
+        )
 
     head_dim = get("head_dim")
     if head_dim is None:  # only then, as Transformers does
@@ -158,7 +162,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> NanbeigeConfig:
     if head_dim % 2:
         raise ValueError(f'{where}: "head_dim" is {head_dim}; half-split RoPE needs an even number')
     if not _off(channels := get("kv_channels")) and (isinstance(channels, bool) or channels != head_dim):
-        raise ValueError(f'{where}: "kv_channels" is {_show(channels)} but "head_dim" is {head_dim}; they must be equal')
+        raise ValueError(
+            f'{where}: "kv_channels" is {_show(channels)} but "head_dim" is {head_dim}; they must be equal'
+        )
 
     skip = get("skip_loop_final_norm")
     if not (_off(skip) or skip is True):
@@ -223,7 +229,9 @@ def _rope_theta(get: Any, positive: Any, where: str) -> float:
 
 
 def _off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, int | float) and value == 0) or value in ("", [], (), {})
+    return (
+        value is None or value is False or (isinstance(value, int | float) and value == 0) or value in ("", [], (), {})
+    )
 
 
 def _show(value: Any, limit: int = 80) -> str:
@@ -306,7 +314,11 @@ def check_checkpoint(model_dir: Path | str, config: NanbeigeConfig) -> None:
 
 
 def read_checkpoint(model_dir: Path | str, config: NanbeigeConfig) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Every tensor of a native checkpoint on the CPU, as stored, one at a time, file by file; each checked to be finite."""
+    """Every tensor of a native checkpoint on the CPU, as stored, one at a time, file by file, and checked to be finite.
+
+    Raises:
+        ValueError: what `check_checkpoint` raises, or a tensor that holds NaN or infinity.
+    """
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -367,9 +379,11 @@ def _read_index(path: Path, expected: Mapping[str, Any]) -> dict[str, str]:
     for name, file in listed.items():
         if name not in expected:
             raise ValueError(f'{path}: "weight_map" names {_show(name)}, which does not belong to this model')
-        plain = isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set('/\\:\0')
+        plain = isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
         if not plain or not file.isprintable() or file.startswith("."):
-            raise ValueError(f'{path}: "weight_map" entry "{name}" is {_show(file)}; it needs a plain .safetensors file name')
+            raise ValueError(
+                f'{path}: "weight_map" entry "{name}" is {_show(file)}; it needs a plain .safetensors file name'
+            )
     for name in expected:
         if name not in listed:
             raise ValueError(f'{path}: "weight_map" lacks "{name}"')
@@ -387,7 +401,9 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(size - 8, 100_000_000):
-                raise ValueError(f"{path}: no safetensors file, or cut short (header of {length} bytes, file of {size})")
+                raise ValueError(
+                    f"{path}: no safetensors file, or cut short (header of {length} bytes, file of {size})"
+                )
             data = file.read(length)
     except FileNotFoundError:
         raise ValueError(f"{path}: missing") from None
@@ -408,7 +424,9 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not (isinstance(dtype, str) and natural(shape) and natural(offsets) and len(offsets) == 2):
             raise ValueError(f"{path}: header entry {_show(name)} is damaged: {_show(header[name])}")
         if dtype in _ITEM_SIZE and offsets[1] - offsets[0] != _ITEM_SIZE[dtype] * math.prod(shape):
-            raise ValueError(f"{path}: tensor {_show(name)} of shape {_show(shape)} and type {dtype} does not fill its bytes")
+            raise ValueError(
+                f"{path}: tensor {_show(name)} of shape {_show(shape)} and type {dtype} does not fill its bytes"
+            )
         tensors[name] = dtype, tuple(shape)
         spans.append((*offsets, name))
     end = 0
@@ -422,7 +440,10 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def write_checkpoint(
-    model_dir: Path | str, config_json: Mapping[str, Any], tensors: "Iterable[tuple[str, torch.Tensor]]", shards: int = 1
+    model_dir: Path | str,
+    config_json: Mapping[str, Any],
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+    shards: int = 1,
 ) -> None:
     """Write a native checkpoint: config.json and one safetensors file, or `shards` files with their index.
 
@@ -447,41 +468,55 @@ def write_checkpoint(
     room = sum(len(name) + 160 for name in expected) // 8 * 8 + 64
     total = sum(math.prod(shape) for shape in expected.values())
     names = [SINGLE] if shards == 1 else [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
+    if (stale := model_dir / (INDEX if shards == 1 else SINGLE)).exists():
+        raise ValueError(f"{stale}: stands where another layout of weights is to be written; remove it first")
     model_dir.mkdir(parents=True, exist_ok=True)
 
     stream = iter(tensors)
     weight_map: dict[str, str] = {}
     written, size = 0, 0
-    for n, file_name in enumerate(names):
+
+    def fill(file: Any, enough: float) -> None:
+        """One safetensors file, until `enough` numbers are written in all or the stream ends."""
+        nonlocal written, size
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        file.seek(8 + room)
+        while written < enough:
+            name, tensor = next(stream, (None, None))
+            if name is None:
+                break
+            if name not in expected or name in weight_map:
+                fault = "comes twice" if name in weight_map else "is unknown"
+                raise ValueError(f"{model_dir}: tensor {_show(name)} {fault}")
+            if tuple(tensor.shape) != expected[name] or tensor.dtype not in dtypes:
+                raise ValueError(
+                    f'{model_dir}: tensor "{name}" is {tensor.dtype} {list(tensor.shape)}, '
+                    f"expected a floating-point type and {list(expected[name])}"
+                )
+            data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+            file.write(data)
+            weight_map[name] = file_name
+            header[name] = {
+                "dtype": dtypes[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + len(data)],
+            }
+            offset += len(data)
+            size += len(data)
+            written += tensor.numel()
+        text = json.dumps(header, separators=(",", ":")).encode()
+        file.seek(0)
+        file.write(struct.pack("<Q", room) + text.ljust(room))
+
+    for n, file_name in enumerate(names):
         temporary = model_dir / f".{file_name}.tmp"
-        with temporary.open("wb") as file:
-            file.seek(8 + room)
-            offset = 0
-            while n == shards - 1 or written * shards < total * (n + 1):
-                name, tensor = next(stream, (None, None))
-                if name is None:
-                    break
-                if name not in expected or name in weight_map:
-                    raise ValueError(f"{model_dir}: tensor {_show(name)} " + ("comes twice" if name in weight_map else "is unknown"))
-                if tuple(tensor.shape) != expected[name] or tensor.dtype not in dtypes:
-                    raise ValueError(
-                        f'{model_dir}: tensor "{name}" is {tensor.dtype} {list(tensor.shape)}, '
-                        f"expected a floating-point type and {list(expected[name])}"
-                    )
-                data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-                file.write(data)
-                header[name] = {
-                    "dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + len(data)]
-                }
-                weight_map[name] = file_name
-                offset += len(data)
-                size += len(data)
-                written += tensor.numel()
-            text = json.dumps(header, separators=(",", ":")).encode()
-            file.seek(0)
-            file.write(struct.pack("<Q", room) + text.ljust(room))
-        os.replace(temporary, model_dir / file_name)
+        try:
+            with temporary.open("wb") as file:
+                fill(file, math.inf if n == shards - 1 else total * (n + 1) / shards)
+            os.replace(temporary, model_dir / file_name)
+        finally:
+            temporary.unlink(missing_ok=True)
     if missing := [name for name in expected if name not in weight_map]:
         raise ValueError(f'{model_dir}: tensor "{missing[0]}" is missing')
     if shards > 1:
@@ -500,18 +535,18 @@ def build_model(
 ) -> Any:
     """A `LoopedModel` with uninitialised weights (norms ones, value head zeros): `load_native` fills them.
 
-    Megatron's parallel state must be initialised; the model takes its share of the tensor-parallel group. The result is not
+    Megatron's parallel state must be initialised; the model takes its share of the tensor-parallel group. It is not
     wrapped in DDP.
 
     Args:
         critic: a scalar value head in place of the LM head.
         dtype: of parameters and activations.
-        recompute: keep only each layer visit's input for the backward pass and compute the rest again. Same gradients, bit
-            for bit.
+        recompute: keep only each layer visit's input for the backward pass and compute the rest again. The gradients
+            are the same, bit for bit.
         device: "meta" gives a model without memory, for counting.
 
     Raises:
-        ValueError: heads, key-value heads, intermediate size or vocabulary cannot be divided among the tensor-parallel ranks.
+        ValueError: the tensor-parallel size does not divide heads, key-value heads, intermediate size and vocabulary.
     """
     from megatron.core import parallel_state
 
@@ -525,11 +560,11 @@ def build_model(
 class Packing:
     """Where the tokens of packed sequences go in the padded batches that attention runs on.
 
-    Sequences of similar length share a batch [sequences, longest, ...] (padding at the right, at most half of it); one
-    batch each for lengths that differ by more. `source` [P] names the token for every padded slot (padding repeats a token, which
-    is harmless: its result is dropped, and under the causal mask nothing real looks right), `slot` [T] the padded slot of every
-    token, `padding` [P] which slots are padding. All three are made on the CPU from lengths known there, so that the
-    forward pass never waits for the device.
+    Sequences of similar length share a batch [sequences, longest, ...], padded at the right; lengths that differ by
+    more than a factor of two go into batches of their own. `source` [P] names the token of every padded slot (padding
+    repeats a token, which is harmless: its result is dropped, and under the causal mask nothing real looks to the
+    right), `slot` [T] the padded slot of every token, `padding` [P, 1, 1] which slots are padding. They are made on
+    the CPU from lengths known there, so that the forward pass never waits for the device.
     """
 
     def __init__(self, cu_seqlens: "torch.Tensor", tokens: int, device: "torch.device"):
@@ -702,7 +737,7 @@ def _looped_model_class() -> type:
                         native.hidden_size, native.vocab_size, config=self.config, init_method=unset, bias=False
                     )
             self.to(dtype)  # torch's RMSNorm and Linear start in float32
-            # Megatron marks the sharded weights while it initialises them, which was skipped; gradient norms read the marks.
+            # Megatron marks sharded weights as it initialises them, which was skipped; gradient norms read the marks.
             for name, weight in self.named_parameters():
                 module = name.split(".")[-2]
                 if module in ("embedding", "linear_qkv", "linear_fc1", "output_layer"):
@@ -723,8 +758,8 @@ def _looped_model_class() -> type:
             """
             weight = self.embedding.weight
             packing = Packing(cu_seqlens, len(tokens), weight.device)
-            # The formula of vLLM, in float32: position times inverse frequency. Made here, not kept as a buffer, so that
-            # no loading through the meta device can leave it uninitialised.
+            # vLLM's formula, in float32: position times inverse frequency. Made here, not kept as a buffer, so that no
+            # loading through the meta device can leave it uninitialised.
             d = self.native.head_dim
             power = torch.arange(0, d, 2, dtype=torch.float32, device=weight.device) / d
             angles = packing.position.float()[:, None] * (1.0 / self.native.rope_theta**power)
@@ -762,7 +797,9 @@ def _looped_model_class() -> type:
             group = parallel_state.get_tensor_model_parallel_group()
             state = {}
             for name, child in children.items():
-                state |= sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
+                state |= sharded_state_dict_default(
+                    child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group
+                )
             return state
 
     return LoopedModel
@@ -808,8 +845,8 @@ def _places(model: Any) -> "dict[str, tuple[torch.Tensor, int | None]]":
 def load_native(model: Any, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Fill a model from full native tensors, one at a time, each cast to the type of its parameter.
 
-    A critic takes a policy's tensors: `lm_head.weight` is passed over, and a missing `value_head.weight` leaves the value
-    head as it is. Call it before the optimizer is built, or have the optimizer reload its main parameters.
+    A critic takes a policy's tensors: `lm_head.weight` is passed over, and a missing `value_head.weight` leaves the
+    value head as it is. Call it before the optimizer is built, or have the optimizer reload its main parameters.
 
     Raises:
         ValueError: a tensor is missing, unknown, double, misshapen, or not floating point.
@@ -831,11 +868,12 @@ def load_native(model: Any, tensors: "Iterable[tuple[str, torch.Tensor]]") -> No
             raise ValueError(f'tensor "{name}" comes twice')
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             raise ValueError(
-                f'tensor "{name}" is {tensor.dtype} {list(tensor.shape)}, expected a floating-point type and {list(shapes[name])}'
+                f'tensor "{name}" is {tensor.dtype} {list(tensor.shape)}, '
+                f"expected a floating-point type and {list(shapes[name])}"
             )
         place, dim = places[name]
         shard = tensor.detach() if dim is None else tensor.detach().chunk(tp, dim)[rank]
-        place.copy_(shard.to(place.device).view(place.shape) if dim != 1 else shard.to(place.device))
+        place.copy_(shard.to(place.device).reshape(place.shape))
         loaded.add(name)
     for name in shapes:
         if name not in loaded and name != "value_head.weight":

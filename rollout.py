@@ -1,1 +1,543 @@
-"""placeholder"""
+"""The rollout engine: vLLM in this process, the receiving end of a publication, completions with their traces.
+
+The policy reaches the engine only through a publication, and no token is generated under a policy that is not committed:
+
+    pause -> start(version) -> receive(tensors) -> finish(version, digest) -> committed; `publish(manifest)` does all four
+
+`finish` hashes the parameters that the model *holds*, compares with what the sender stated, drops the KV and prefix caches,
+makes the commit record durable, and only then lets `generate` work again. Whatever goes wrong on the way is a GuardError, and
+from then on the engine refuses to generate until a complete publication commits.
+
+The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, no second copy of the model is
+made on the device, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
+`reload_weights` moves the layers to the meta device in between and keeps half-received ones for the next call.)
+
+Reproducibility. Every completion has its own seed (`completion_seed`), which depends on run seed, update and sample index
+alone. Log-probabilities are those of the distribution that was sampled (float32 logits / temperature, full vocabulary).
+This module imports vLLM only when an engine is made; it knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+import checkpoint
+import provider
+from checkpoint import GuardError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # --precision -> torch and vLLM
+STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --precision -> safetensors
+_STAGE = 64 << 20  # bytes of one pinned buffer when device memory is hashed
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made with; `run.py` fills it from the recipe."""
+
+    precision: str = "fp32"  # fp32, bf16 or fp16; the trainer's
+    device: str = "cpu"  # cpu or cuda
+    max_model_len: int = 176  # tokens, prompt and completion together
+    max_num_seqs: int = 256  # completions decoded at once
+    kv_cache_gib: float = 1.0  # GiB for all KV caches; 0: what gpu_memory_utilization leaves (CUDA only)
+    gpu_memory_utilization: float = 0.9  # share of the card, only where kv_cache_gib is 0
+    cuda_graphs: bool = False  # capture decode steps; CUDA only
+    seed: int = 42  # vLLM's own; completions have theirs
+    temperature: float = 0.8  # of a request that names none
+    model_revision: str | None = None
+    engine_revision: str | None = None
+    epoch: int = 0  # engine epoch of the run, a resume opens a new one
+
+
+def completion_seed(run_seed: int, update: int, sample: int, purpose: str = "train") -> int:
+    """A 63-bit seed for one completion: BLAKE3 of purpose ('train' or 'eval'), run seed, update and sample index.
+
+    Independent of placement, batch order and of how many engines there are.
+    """
+    return int.from_bytes(blake3(f"{purpose}\t{run_seed}\t{update}\t{sample}".encode()).digest(8), "big") >> 1
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment of the process that holds an engine, to be set before vLLM is imported there.
+
+    OMP_NUM_THREADS is not among it: the placement decides how many threads an engine has.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: publication is a function call
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the offline bundle, and its sampling is not seeded per request
+        "HF_HUB_OFFLINE": "1",  # everything is read from the model directory
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if settings.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(settings.kv_cache_gib)))  # whole GiB
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer works on the same cores
+    else:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        # Triton's float32 dot is TF32 by default: error 1.5e-3 against float64, 1.1e-6 with this (measured on an H200).
+        environment["TRITON_F32_DEFAULT"] = "ieee"
+    return environment
+
+
+# --- revisions -------------------------------------------------------------------------------------------------------
+
+
+def check_revisions(model_dir: str | Path, settings: EngineSettings) -> dict[str, str]:
+    """{"model_revision", "engine_revision"} as recorded: what is installed, or the asked-for value marked unverified.
+
+    ValueError when the installed thing can tell and says otherwise. Imports neither torch nor vLLM.
+    """
+    return {
+        "model_revision": _checked("--model-revision", settings.model_revision, *_model_revisions(Path(model_dir))),
+        "engine_revision": _checked("--engine-revision", settings.engine_revision, *_engine_revisions()),
+    }
+
+
+def _checked(option: str, asked: str | None, installed: str | None, names: set[str]) -> str:
+    if installed is None:
+        return f"unverified:{asked}" if asked else "unverified"
+    if asked and asked not in names and not (re.fullmatch("[0-9a-f]{7,40}", asked) and _any_starts(names, asked)):
+        raise ValueError(f"{option} asks for {asked}, but {installed} is installed")
+    return installed
+
+
+def _any_starts(names: set[str], start: str) -> bool:
+    return any(name.startswith(start) or start.startswith(name) for name in names if re.fullmatch("[0-9a-f]{7,40}", name))
+
+
+def _model_revisions(model_dir: Path) -> tuple[str | None, set[str]]:
+    """The commit that a model directory holds, and every name it answers to; (None, {}) where nothing tells."""
+    here = Path(os.path.abspath(model_dir))
+    if here.parent.name == "snapshots":  # the layout of the Hugging Face cache: snapshots/<commit>, refs/<branch>
+        refs = here.parent.parent / "refs"
+        names = {here.name}
+        for ref in refs.rglob("*") if refs.is_dir() else ():
+            if ref.is_file() and ref.read_text(errors="replace").strip() == here.name:
+                names.add(ref.relative_to(refs).as_posix())
+        return here.name, names
+    try:  # `hf download --local-dir` notes the commit beside the files
+        lines = (here / ".cache/huggingface/download/config.json.metadata").read_text(errors="replace").split()
+    except OSError:
+        return None, set()
+    return (lines[0], {lines[0]}) if lines and re.fullmatch("[0-9a-f]{40}", lines[0]) else (None, set())
+
+
+def _engine_revisions() -> tuple[str | None, set[str]]:
+    """The installed vLLM: its version, and every name it answers to (without a local part, tag, commit)."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = distribution(package)
+        except PackageNotFoundError:
+            continue
+        version = found.version.split("+")[0]
+        names = {found.version, version, f"v{version}"}
+        try:
+            text = Path(str(found.locate_file("vllm/_version.py"))).read_text()
+        except OSError:
+            text = ""
+        if match := re.search(r"commit_id = 'g?([0-9a-f]{7,40})'", text):
+            names.add(match[1])
+        return found.version, names
+    return None, set()
+
+
+# --- the transport's receiving end -----------------------------------------------------------------------------------
+
+
+def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) one at a time from the transport of a manifest.
+
+    'disk' and 'shm': `location` is one safetensors file. 'ipc': `location` is what `ipc_handles` returned in the
+    sender's process, whose tensors must stay alive until `publish` returns; they are read straight from its memory.
+    """
+    transport, location = manifest["transport"], manifest["location"]
+    if transport in ("disk", "shm"):
+        from safetensors import safe_open
+
+        with safe_open(location, framework="pt", device=device) as file:
+            for name in file.keys():  # noqa: SIM118: no mapping
+                yield name, file.get_tensor(name)
+    elif transport == "ipc":
+        yield from _ipc_received(location, manifest["tensors"])
+    else:
+        raise GuardError(f"unknown publication transport {transport!r}")
+
+
+def ipc_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """CUDA IPC handles of tensors on one GPU, for a process of the same host: {"device": GPU's UUID, "handles": {…}}.
+
+    A tensor may be a strided view of any rank (a slice of a fused parameter): the receiver gives it its native shape. It is
+    shared where it lies, so it must stay alive and unchanged until the publication is over. Called by the sender.
+    """
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+    handles, devices = {}, set()
+    for name, tensor in tensors:
+        rebuild, args = reduce_tensor(tensor.detach())
+        if rebuild is not rebuild_cuda_tensor:
+            raise GuardError(f"{name} is not in CUDA memory; only that is shared by IPC")
+        handles[name] = args
+        devices.add(tensor.device)
+    if len(devices) != 1:
+        raise GuardError(f"IPC needs all tensors on one GPU, they are on {sorted(map(str, devices))}")
+    device = devices.pop()
+    torch.cuda.synchronize(device)  # the receiver reads outside this process's streams
+    return {"device": str(torch.cuda.get_device_properties(device).uuid), "handles": handles}
+
+
+def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if location["device"] not in visible:
+        raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
+    for name, args in location["handles"].items():
+        args = list(args)
+        args[6] = visible[location["device"]]  # storage_device of rebuild_cuda_tensor: the sender's number for it
+        yield name, rebuild_cuda_tensor(*args).reshape(tensors[name][1])
+
+
+def held_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """name -> `checkpoint.tensor_digest` of each. Device memory goes through two pinned buffers of 64 MiB, so that
+    copying (55 GB/s pinned, 1.5 pageable on an H200) and threaded hashing overlap and nothing is held twice."""
+    import torch
+
+    digests, queue, buffers, turn = {}, [], [], 0
+
+    def hash_oldest() -> None:
+        buffer, event, hasher = queue.pop(0)
+        event.synchronize()
+        hasher.update(memoryview(buffer.numpy()))
+
+    hashers = {}
+    for name, tensor in tensors:
+        if tensor.device.type == "cpu":
+            digests[name] = checkpoint.tensor_digest(tensor)
+            continue
+        buffers = buffers or [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        dtype = checkpoint.tensor_digest(torch.empty(0, dtype=tensor.dtype))[0]
+        hashers[name] = (dtype, tuple(tensor.shape), blake3(max_threads=blake3.AUTO))
+        for chunk in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_STAGE):
+            if len(queue) == 2:
+                hash_oldest()
+            buffer = buffers[turn][: len(chunk)]
+            buffer.copy_(chunk, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            queue.append((buffer, event, hashers[name][2]))
+            turn = 1 - turn
+    while queue:
+        hash_oldest()
+    return digests | {name: (dtype, shape, h.hexdigest()) for name, (dtype, shape, h) in hashers.items()}
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Publication:
+    """A publication in flight: its version, the tensors received so far, and when it began."""
+
+    version: int
+    seen: set[str]
+    began: float
+
+
+class RolloutEngine:
+    """One vLLM engine in this process, without weights until the first publication commits.
+
+    Args:
+        model_dir: directory with config.json; its weights are not read.
+        run_dir: the run that commit records go to; None keeps none (tests, benchmarks).
+        settings: EngineSettings.
+
+    ValueError: an unsupported config, or a revision other than the one asked for.
+    """
+
+    def __init__(self, model_dir: str, run_dir: str | None, settings: EngineSettings):
+        began = time.perf_counter()
+        self.settings, self.run_dir = settings, run_dir
+        self.config = provider.read_config(model_dir)
+        self.revisions = check_revisions(model_dir, settings)
+        self.shapes = provider.tensor_shapes(self.config)
+        os.environ.update(engine_environment(settings))
+        import vllm
+
+        import vllm_nanbeige
+
+        vllm_nanbeige.register()
+        self.engine_version = vllm.__version__
+        self.llm = vllm.LLM(**self._engine_options(model_dir))
+        self._model = self.llm.apply_model(lambda model: model)[0]
+        self._committed: dict | None = None
+        self._publication: _Publication | None = None
+        self._refusal: str | None = "no policy has been published"
+        self.start_s = time.perf_counter() - began
+
+    def _engine_options(self, model_dir: str) -> dict[str, Any]:
+        s = self.settings
+        options = {
+            "model": str(model_dir),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",  # weights come by publication only
+            "dtype": DTYPES[s.precision],
+            "max_model_len": s.max_model_len,
+            "max_num_seqs": s.max_num_seqs,
+            "enable_prefix_caching": True,
+            "block_size": 32 if s.device == "cpu" else 16,  # vLLM on CPU takes 128, which shares no short prefix
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled: temperature applied
+            "generation_config": "vllm",  # not the checkpoint's sampling defaults
+            "seed": s.seed,
+            "disable_log_stats": True,
+            "enforce_eager": not (s.cuda_graphs and s.device == "cuda"),
+        }
+        if s.kv_cache_gib:
+            options["kv_cache_memory_bytes"] = int(s.kv_cache_gib * 2**30)
+        if s.device == "cuda":
+            options["gpu_memory_utilization"] = s.gpu_memory_utilization
+            options["attention_backend"] = "TRITON_ATTN"  # serves float32
+            if s.cuda_graphs:
+                # Whole decode steps are captured; nothing is compiled, so eager and captured run the same kernels.
+                options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        return options
+
+    def facts(self) -> dict[str, Any]:
+        """What a run records of its engine: pid, versions, revisions, seconds it took to start."""
+        return {"pid": os.getpid(), "vllm": self.engine_version, **self.revisions, "start_s": round(self.start_s, 2)}
+
+    def hold(self, run: str, owner: str) -> None:
+        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6)."""
+        self._lock = checkpoint.hold_run(run, owner)
+
+    # -- publication (the receiving end, DESIGN §5) --
+
+    @property
+    def committed(self) -> dict[str, Any] | None:
+        """{version, digest, epoch} of the last committed policy, also while the engine refuses to generate."""
+        return dict(self._committed) if self._committed else None
+
+    def last_committed(self) -> dict[str, Any] | None:
+        """`committed` as a method, for a remote handle."""
+        return self.committed
+
+    def publish(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Receive and commit one policy. Returns the commit record, with `seconds` for loading, digest and commit.
+
+        `manifest`: {version, digest, transport, location, tensors {name: [dtype, shape]}}, made by the sender. A version
+        that is committed and in use, with the same digest, is a no-op. GuardError: anything that is not as stated.
+        """
+        version, digest = manifest["version"], manifest["digest"]
+        if self._committed and self._refusal is None and version == self._committed["version"]:
+            if digest == self._committed["digest"]:
+                return {**self._committed, "tensors": len(self.shapes), "seconds": {}}
+        self.pause()
+        self.start(version)
+        self._check_stated(manifest["tensors"])
+        clock = [time.perf_counter()]
+        self.receive(received(manifest, "cpu"))
+        clock.append(time.perf_counter())
+        record = self.finish(version, digest)
+        return {**record, "seconds": {"load": clock[1] - clock[0], **record["seconds"]}}
+
+    def pause(self) -> None:
+        """Refuse to generate until a publication commits."""
+        self._refusal = "a publication is under way"
+
+    def start(self, version: int) -> None:
+        """Open the publication of `version`; one that was left unfinished is abandoned.
+
+        GuardError when the version is older than the committed one (the same one may come again)."""
+        self.pause()
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            self._fail(f"version {version!r} is not a whole number from 1")
+        if self._committed and version < self._committed["version"]:
+            self._fail(f"version {version} is out of order: version {self._committed['version']} is committed")
+        self._publication = _Publication(version, set(), time.time())
+
+    def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite the model's parameters, in place, with full native tensors; may be called several times.
+
+        GuardError for a tensor that the model has not, that came before, of another shape or dtype; and when the transport
+        itself fails."""
+        if self._publication is None:
+            self._fail("tensors arrived without a start")
+        try:
+            self._model.load_weights(self._expected(tensors))
+        except GuardError:
+            raise
+        except Exception as error:
+            raise self._failure(f"the transfer broke off: {type(error).__name__}: {error}") from error
+
+    def _expected(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted, seen = DTYPES[self.settings.precision], self._publication.seen
+        for name, tensor in tensors:
+            if name not in self.shapes:
+                self._fail(f"{name} is no tensor of this model")
+            if name in seen:
+                self._fail(f"{name} came twice")
+            if tuple(tensor.shape) != self.shapes[name]:
+                self._fail(f"{name} has shape {list(tensor.shape)}, the model needs {list(self.shapes[name])}")
+            if str(tensor.dtype) != f"torch.{wanted}":
+                self._fail(f"{name} is {str(tensor.dtype)[6:]}, the engine runs {wanted}")
+            yield name, tensor
+            seen.add(name)
+
+    def _check_stated(self, stated: Mapping[str, Any]) -> None:
+        """Refuse a manifest that cannot become this model before any byte moves."""
+        wanted = STORED[self.settings.precision]
+        for name, (dtype, shape) in stated.items():
+            if name not in self.shapes:
+                self._fail(f"{name} is no tensor of this model")
+            if (dtype, tuple(shape)) != (wanted, self.shapes[name]):
+                self._fail(f"{name} is stated as {dtype} {list(shape)}, not {wanted} {list(self.shapes[name])}")
+        self._check_complete(stated)
+
+    def _check_complete(self, names: Iterable[str]) -> None:
+        if missing := sorted(self.shapes.keys() - set(names)):
+            self._fail(f"{missing[0]} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+
+    def finish(self, version: int, digest: str) -> dict[str, Any]:
+        """Verify what the model holds against `digest` (hex, DESIGN §5), reset the caches, commit, resume.
+
+        Returns the commit record {version, digest, epoch, tensors, time, seconds}. GuardError: another version than was
+        started, a missing tensor, another digest, or (for a version committed before) another than then."""
+        if self._publication is None:
+            self._fail(f"finish of version {version} without a start")
+        publication = self._publication
+        if version != publication.version:
+            self._fail(f"finish of version {version}, but version {publication.version} was started")
+        self._check_complete(publication.seen)
+        begin = time.perf_counter()
+        held = checkpoint.policy_digest(self.held_digests())
+        if held != digest:
+            self._fail(f"version {version}: the engine holds a policy with digest {held}, the sender states {digest}")
+        again = self._committed is not None and version == self._committed["version"]
+        if again and held != self._committed["digest"]:
+            self._fail(f"version {version} is committed with digest {self._committed['digest']}, now it has {held}")
+        hashed = time.perf_counter()
+        try:
+            self._model.finish_loading()
+            self.reset_caches()
+            record = {"version": version, "digest": held, "epoch": self.settings.epoch, "tensors": len(self.shapes)}
+            record["time"] = time.time()
+            self._append_commit(record)
+        except BaseException as error:
+            raise self._failure(f"version {version} could not be committed: {error}") from error
+        self._committed = {key: record[key] for key in ("version", "digest", "epoch")}
+        self._publication, self._refusal = None, None
+        done = time.perf_counter()
+        return {**record, "seconds": {"digest": hashed - begin, "commit": done - hashed}}
+
+    def held_digests(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """name -> (dtype, shape, BLAKE3) of the parameters that the model holds now."""
+        return held_digests(self._model.held_tensors())
+
+    def _append_commit(self, record: Mapping[str, Any]) -> None:
+        if self.run_dir is not None:
+            checkpoint.append_commit(self.run_dir, record)
+
+    def _failure(self, reason: str) -> GuardError:
+        self._publication = None
+        self._refusal = f"the last publication failed ({reason})"
+        return GuardError(f"publication refused: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        raise self._failure(reason)
+
+    def reset_caches(self) -> None:
+        """Forget every cached key and value. RuntimeError when vLLM still has work in flight."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def forget_publications(self) -> None:
+        """A run is over: nothing is kept here; the sender owns its files."""
+
+    # -- completions --
+
+    def generate(self, requests: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Completions of all requests, batched continuously, in the order of the requests.
+
+        A request: `prompt_tokens` list[int], `seed` int, `max_tokens` int, `temperature` float (default: the settings'; 0
+        is greedy). A completion: `response_tokens` (with the end-of-text token that ended it), `log_probs` of each, of the
+        distribution that was sampled, `finish_reason` 'stop' or 'length', and `trace` (DESIGN §6). GuardError when no policy is
+        committed; ValueError for a request that cannot be served.
+        """
+        if self._refusal is not None:
+            raise GuardError(f"the engine does not generate: {self._refusal}")
+        from vllm import SamplingParams
+
+        prompts, parameters = [], []
+        for number, request in enumerate(requests):
+            tokens, limit = list(request["prompt_tokens"]), request["max_tokens"]
+            if not tokens or limit < 1:
+                raise ValueError(f"request {number}: needs at least one prompt token and one token to generate")
+            if len(tokens) + limit > self.settings.max_model_len:
+                raise ValueError(
+                    f"request {number}: {len(tokens)} prompt tokens and {limit} to generate are more than "
+                    f"the {self.settings.max_model_len} that the engine was made for"
+                )
+            if not 0 <= min(tokens) <= max(tokens) < self.config.vocab_size:
+                raise ValueError(f"request {number}: a prompt token is not in 0..{self.config.vocab_size - 1}")
+            prompts.append({"prompt_token_ids": tokens})
+            parameters.append(
+                SamplingParams(
+                    temperature=request.get("temperature", self.settings.temperature),
+                    top_p=1.0,
+                    top_k=0,
+                    seed=request["seed"],
+                    max_tokens=limit,
+                    logprobs=0,
+                    detokenize=False,
+                    ignore_eos=True,  # ends on the config's token alone, listed below, and on no other default
+                    stop_token_ids=[] if self.config.eos_token_id is None else [self.config.eos_token_id],
+                )
+            )
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        return [self._completion(p, out.outputs[0]) for p, out in zip(parameters, outputs, strict=True)]
+
+    def _completion(self, parameters: Any, output: Any) -> dict[str, Any]:
+        tokens = list(output.token_ids)
+        if output.finish_reason not in ("stop", "length") or len(output.logprobs) != len(tokens):
+            raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
+        return {
+            "response_tokens": tokens,
+            "log_probs": [step[token].logprob for token, step in zip(tokens, output.logprobs, strict=True)],
+            "finish_reason": output.finish_reason,
+            "trace": {
+                "policy_version": self._committed["version"],
+                "digest": self._committed["digest"],
+                **self.revisions,
+                "epoch": self._committed["epoch"],
+                "seed": parameters.seed,
+                "loops": self.config.num_loops,
+                "temperature": parameters.temperature,
+            },
+        }
+
+    def close(self) -> None:
+        """Shut the engine down and free its memory, so that another can be made in this process."""
+        import gc
+
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._model = None
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()

@@ -22,6 +22,7 @@ import torch
 
 import algorithms
 import checkpoint
+import megatron_cpu
 import provider
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,10 +139,6 @@ class Network:
     """A looped model with what trains it: Megatron's DDP, optimizer and scheduler."""
 
     def __init__(self, config: provider.NanbeigeConfig, settings: TrainerSettings, critic: bool):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
         self.settings = settings
         self.name = "critic" if critic else "actor"
         lr = settings.critic_lr if critic else settings.lr
@@ -150,6 +147,17 @@ class Network:
             config, critic=critic, dtype=dtype, recompute=settings.recompute, device=settings.device
         )
         provider.load_native(self.model, provider.read_checkpoint(settings.model, config))
+        with megatron_cpu.enable():
+            self._wrap(lr, dtype)
+        self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
+        self._host: dict[torch.Tensor, torch.Tensor] | None = None
+
+    def _wrap(self, lr: float, dtype: torch.dtype) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        settings = self.settings
         # Gradients are summed in FP32, whatever the weights are stored in; one bucket, reduced once a step.
         self.ddp = DistributedDataParallel(
             self.model.config,
@@ -190,9 +198,8 @@ class Network:
             wd_incr_steps=1,
             wd_incr_style="constant",
         )
-        self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
-        self._host: dict[torch.Tensor, torch.Tensor] | None = None
 
+    @megatron_cpu.enable()
     def step(self) -> float:
         """Clip, check and take one optimizer step. Returns the gradient norm before clipping; raises GuardError."""
         self.ddp.finish_grad_sync()
@@ -215,6 +222,7 @@ class Network:
                 return name
         return "an unnamed tensor"
 
+    @megatron_cpu.enable()
     def start_step(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -225,7 +233,7 @@ class Network:
         held = {id(p): p for p in self.model.parameters()}
         for group in self.optimizer.param_groups:
             held.update((id(p), p) for p in group["params"])
-        for state in self.optimizer.state.values():
+        for _, state in self.optimizer.state.items():
             held.update((id(t), t) for t in state.values() if torch.is_tensor(t) and t.is_cuda)
         return [t.data for t in held.values()]
 
@@ -258,6 +266,7 @@ class Network:
 
     # -- what is durable --
 
+    @megatron_cpu.enable()
     def sharded_state(self, is_loading: bool) -> dict:
         model = self.model.sharded_state_dict()
         return {
@@ -266,12 +275,13 @@ class Network:
             "scheduler": self.scheduler.state_dict(),
         }
 
+    @megatron_cpu.enable()
     def load(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         # Megatron may restore one `step` tensor into every parameter's state; torch's Adam then counts it once a
         # parameter. Each gets its own (megatron-core 0.16.1, torch 2.13).
-        for one in self.optimizer.state.values():
+        for _, one in self.optimizer.state.items():
             if torch.is_tensor(one.get("step")):
                 one["step"] = one["step"].clone()
         self.scheduler.load_state_dict(state["scheduler"])
@@ -511,7 +521,7 @@ class Trainer:
         """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it is published now."""
         if self._digest_cache is None:
             self._only(self.actor)
-            entries = {n: checkpoint.tensor_digest(t) for n, t in provider.export_native(self.actor.model)}
+            entries = checkpoint.tensor_digests(provider.export_native(self.actor.model))
             self._digest_cache = {
                 "digest": checkpoint.policy_digest(entries),
                 "tensors": {n: [dtype, list(shape)] for n, (dtype, shape, _) in entries.items()},
@@ -523,19 +533,19 @@ class Trainer:
         """Write the policy where the engine finds it. Returns the manifest, which states the digest."""
         from safetensors.torch import save_file
 
-        policy = self.policy()
         self._only(self.actor)
+        policy = self.policy()
+        manifest = {"version": version, "digest": policy["digest"], "transport": transport, "tensors": policy["tensors"]}
+        if transport == "ipc":
+            # Handles of the live parameters, as strided views where q, k and v are fused: nothing is copied here.
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            torch.cuda.synchronize()
+            return {**manifest, "location": [(n, reduce_tensor(t)) for n, t in provider.native_views(self.actor.model)]}
         path = Path(location)
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {n: t.detach().cpu().contiguous() for n, t in provider.export_native(self.actor.model)}
-        save_file(tensors, path)
-        return {
-            "version": version,
-            "digest": policy["digest"],
-            "transport": transport,
-            "location": str(path),
-            "tensors": policy["tensors"],
-        }
+        save_file({n: t.detach().cpu().contiguous() for n, t in provider.export_native(self.actor.model)}, path)
+        return {**manifest, "location": str(path)}
 
     # -- checkpoints --
 
@@ -551,8 +561,8 @@ class Trainer:
         for network in networks:
             self._only(network)
             if network is self.critic:
-                exported = provider.export_native(network.model)
-                tensors["critic"] = {n: checkpoint.tensor_digest(t)[2] for n, t in exported}
+                entries = checkpoint.tensor_digests(provider.export_native(network.model))
+                tensors["critic"] = {n: h for n, (_, _, h) in entries.items()}
             state = network.sharded_state(is_loading=False)
             for key, sharded in _walk(state, ShardedTensor):
                 sharded.data = sharded.data.detach().to("cpu", copy=True)
@@ -602,7 +612,8 @@ class Trainer:
             self._only(network)
             wanted = network.sharded_state(is_loading=True)
             where = checkpoint.checkpoint_path(run, updates) / network.name
-            state = dist_checkpointing.load(wanted, str(where))
+            with megatron_cpu.enable():
+                state = dist_checkpointing.load(wanted, str(where))
             network.load(state)
             if network is self.actor:
                 _set_rng_state(state["rng"], self.settings.device)
@@ -620,12 +631,19 @@ class Trainer:
 
 def write_states(run: str, updates: int, states: dict) -> None:
     """Write each network's state with Megatron's dist_checkpointing into the staging folder of checkpoint `updates`."""
-    from megatron.core import dist_checkpointing
+    import queue
 
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Megatron 0.16.1 passes the writers' results through a manager process of its own, which would re-import this
+    # program and outlive a kill. A synchronous save reads them in this very process: a plain queue does.
+    filesystem_async._results_queue = queue.Queue()
     staging = checkpoint.staging(run, updates)
     for name, state in states.items():
         (staging / name).mkdir(parents=True)
-        dist_checkpointing.save(state, str(staging / name))
+        with megatron_cpu.enable():
+            dist_checkpointing.save(state, str(staging / name))
 
 
 def _walk(tree, kind, prefix=""):
@@ -662,10 +680,6 @@ def _start_process(settings: TrainerSettings) -> None:
         if settings.memory_cap_gib:
             total = torch.cuda.get_device_properties(0).total_memory / 2**30
             torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory_cap_gib / total))
-    else:
-        import megatron_cpu
-
-        megatron_cpu.enable()
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision(settings.matmul_precision)
     torch.manual_seed(settings.seed)

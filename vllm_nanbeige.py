@@ -1,1 +1,265 @@
-"""placeholder"""
+"""Nanbeige for upstream vLLM: the looped model, its config class, and `register`, which makes vLLM know both.
+
+The model runs its physical layers `num_loops` times. vLLM gives every `Attention` module its own KV cache under the
+module's prefix, so there is one `Attention` per layer *and loop* (`model.layers.{loop * L + n}.self_attn.attn`), while the
+weights of a layer exist once. Everything else is vLLM's own: fused QKV and gate/up projections, vocabulary-parallel
+embedding and head, RMSNorm with the residual added in one kernel, paged attention.
+
+Weights go in under their native names (`load_weights`) and can be asked for under the same names (`held_tensors`), which is
+how a publication proves what the model holds. Serves vLLM 0.24 and 0.32.
+
+    vLLM finds the class by the entry point `vllm.general_plugins` (pyproject.toml), or after `vllm_nanbeige.register()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+
+import provider
+
+
+class NanbeigeHFConfig(PretrainedConfig):
+    """What Transformers and vLLM read of config.json. The strict reading is `provider.read_config`."""
+
+    model_type = "nanbeige"
+
+
+def register() -> None:
+    """Make Transformers and vLLM know the model. May be called any number of times, in any process."""
+    from vllm import ModelRegistry
+
+    AutoConfig.register("nanbeige", NanbeigeHFConfig, exist_ok=True)
+    ModelRegistry.register_model("NanbeigeForCausalLM", "vllm_nanbeige:NanbeigeForCausalLM")
+
+
+def native_config(vllm_config: VllmConfig) -> provider.NanbeigeConfig:
+    """The strictly read config of the model that vLLM was given. ValueError names the field."""
+    model_config = vllm_config.model_config
+    if Path(model_config.model).is_dir():
+        return provider.read_config(model_config.model)
+    return provider.parse_config(model_config.hf_config.to_dict(), f"{model_config.model}/config.json")
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+class KeptLinearMethod(UnquantizedLinearMethod):
+    """On CPU vLLM packs a linear weight for oneDNN and then empties the parameter. This keeps the parameter: it can be
+    overwritten in place and read back, as on a GPU, at the price of a second copy in host memory."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+class NanbeigeLayer(nn.Module):
+    """One physical layer: pre-norm attention and pre-norm SwiGLU, with one `Attention` (one KV cache) per loop."""
+
+    def __init__(self, c: provider.NanbeigeConfig, n: int, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        tp = get_tensor_model_parallel_world_size()
+        heads, groups, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        if heads % tp or (groups % tp and tp % groups):
+            raise ValueError(f"tensor parallel {tp} does not divide {heads} heads and {groups} key-value heads")
+        self.head_dim, self.heads, self.groups = d, heads // tp, max(1, groups // tp)
+        self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.qkv_proj = QKVParallelLinear(
+            c.hidden_size, d, heads, groups, bias=False, prefix=f"{prefix}.self_attn.qkv_proj"
+        )
+        self.o_proj = RowParallelLinear(heads * d, c.hidden_size, bias=False, prefix=f"{prefix}.self_attn.o_proj")
+        self.attn = nn.ModuleList(
+            Attention(
+                self.heads,
+                d,
+                d**-0.5,
+                num_kv_heads=self.groups,
+                cache_config=vllm_config.cache_config,
+                prefix=f"model.layers.{loop * c.num_hidden_layers + n}.self_attn.attn",
+            )
+            for loop in range(c.num_loops)
+        )
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            c.hidden_size, [c.intermediate_size] * 2, bias=False, prefix=f"{prefix}.mlp.gate_up_proj"
+        )
+        self.act = SiluAndMul()
+        self.down_proj = RowParallelLinear(
+            c.intermediate_size, c.hidden_size, bias=False, prefix=f"{prefix}.mlp.down_proj"
+        )
+
+    def forward(self, loop, cos, sin, hidden, residual):
+        """hidden [T, hidden], residual [T, hidden] or None -> the same pair; their sum is the layer's output."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        qkv, _ = self.qkv_proj(hidden)
+        q, k, v = self.rotated(qkv, cos, sin)
+        hidden, _ = self.o_proj(self.attn[loop](q, k, v))
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        gate_up, _ = self.gate_up_proj(hidden)
+        hidden, _ = self.down_proj(self.act(gate_up))
+        return hidden, residual
+
+    def rotated(self, qkv, cos, sin):
+        """q, k, v of the fused projection [T, (heads + 2 groups) * d], with half-split RoPE on q and k in float32."""
+        d, turned = self.head_dim, self.heads + self.groups
+        qk, v = qkv.split([turned * d, self.groups * d], dim=-1)
+        left, right = qk.view(-1, turned, d).float().chunk(2, dim=-1)
+        qk = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(qkv.dtype)
+        q, k = qk.flatten(1).split([self.heads * d, self.groups * d], dim=-1)
+        return q, k, v
+
+
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
+class NanbeigeModel(nn.Module):
+    """Embedding, all layers in every loop, the norm after every loop (or, with `skip_loop_final_norm`, the last)."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        c = self.native = native_config(vllm_config)
+        self.embed_tokens = VocabParallelEmbedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(
+            NanbeigeLayer(c, n, vllm_config, f"{prefix}.layers.{n}") for n in range(c.num_hidden_layers)
+        )
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        # The formula of the trainer, on the same device. A plain attribute: no loader can touch or miss it.
+        power = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
+        self.inverse_frequency = 1.0 / c.rope_theta**power
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden, residual = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds, None
+        angle = positions.float()[:, None, None] * self.inverse_frequency
+        cos, sin = angle.cos(), angle.sin()  # [T, 1, d/2], for every layer and loop
+        last = self.native.num_loops - 1
+        for loop in range(self.native.num_loops):
+            for layer in self.layers:
+                hidden, residual = layer(loop, cos, sin, hidden, residual)
+            if loop == last or not self.native.skip_loop_final_norm:
+                hidden, _ = self.norm(hidden, residual)
+                residual = None
+        return hidden
+
+
+class NanbeigeForCausalLM(nn.Module):
+    """The model that vLLM serves. Its parameters are the physical ones, each once."""
+
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        if vllm_config.quant_config is not None:
+            raise ValueError("NanbeigeForCausalLM serves unquantized weights only; a publication could not be verified")
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("NanbeigeForCausalLM cannot be split by layers: every loop passes through all of them")
+        self.model = NanbeigeModel(vllm_config=vllm_config, prefix=f"{prefix}.model" if prefix else "model")
+        c = self.native = self.model.native
+        self.lm_head = ParallelLMHead(c.vocab_size, c.hidden_size, prefix=f"{prefix}.lm_head" if prefix else "lm_head")
+        self.logits_processor = LogitsProcessor(c.vocab_size)
+        self._places = self._native_places()
+        if current_platform.is_cpu():
+            for module in self.modules():
+                if isinstance(module, LinearBase):
+                    module.quant_method = KeptLinearMethod()
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None) -> torch.Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    # -- weights --
+
+    def _native_places(self) -> dict[str, tuple[str, object, int, int]]:
+        """Native name -> (this model's parameter name, loader's shard id or None, first row, rows) on one GPU."""
+        c, places = self.native, {}
+        q, kv, ffn = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+        for n in range(c.num_hidden_layers):
+            native, here = f"model.layers.{n}", f"model.layers.{n}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                places[f"{native}.{norm}.weight"] = (f"{here}.{norm}.weight", None, 0, c.hidden_size)
+            for name, shard, start, rows in (("q", "q", 0, q), ("k", "k", q, kv), ("v", "v", q + kv, kv)):
+                places[f"{native}.self_attn.{name}_proj.weight"] = (f"{here}.qkv_proj.weight", shard, start, rows)
+            places[f"{native}.self_attn.o_proj.weight"] = (f"{here}.o_proj.weight", None, 0, c.hidden_size)
+            for name, shard in (("gate", 0), ("up", 1)):
+                places[f"{native}.mlp.{name}_proj.weight"] = (f"{here}.gate_up_proj.weight", shard, shard * ffn, ffn)
+            places[f"{native}.mlp.down_proj.weight"] = (f"{here}.down_proj.weight", None, 0, c.hidden_size)
+        places["model.embed_tokens.weight"] = ("model.embed_tokens.weight", None, 0, c.vocab_size)
+        places["model.norm.weight"] = ("model.norm.weight", None, 0, c.hidden_size)
+        places["lm_head.weight"] = ("lm_head.weight", None, 0, c.vocab_size)
+        return places
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy full native tensors into the parameters, in place; call `finish_loading` after the last one.
+
+        Returns the names of this model's parameters that were (at least in part) written, which is what vLLM's own
+        loader compares. ValueError: a name that the model has not, or a shape that is not its own.
+        """
+        parameters, shapes, written = dict(self.named_parameters()), provider.tensor_shapes(self.native), set()
+        for name, tensor in weights:
+            if name not in self._places:
+                raise ValueError(f"{name} is no tensor of this model")
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model needs {list(shapes[name])}")
+            here, shard, _, _ = self._places[name]
+            parameter = parameters[here]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)
+            written.add(here)
+        return written
+
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(native name, the live rows of the parameter) for every physical tensor: views, nothing is copied."""
+        if get_tensor_model_parallel_world_size() > 1:
+            raise NotImplementedError("reading the weights back needs an engine on one GPU (tensor parallel 1)")
+        parameters = dict(self.named_parameters())
+        for name, (here, _, start, rows) in self._places.items():
+            yield name, parameters[here].data.narrow(0, start, rows)
+
+    def finish_loading(self) -> None:
+        """After weights were overwritten in a live engine: build again what vLLM derived from them (CPU: packed copies)."""
+        if current_platform.is_cpu():
+            for module in self.modules():
+                if isinstance(module, LinearBase | VocabParallelEmbedding):
+                    module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,151 @@
+"""The whole job through `run.py` in fresh processes: the loop, its record, bad input, and that the losses are the library's."""
+
+import json
+import os
+import signal
+import time
+
+import job
+import pytest
+
+import checkpoint
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    """Two GRPO updates with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("grpo")
+    held_out = folder / "heldout.jsonl"
+    held_out.write_text("".join((job.TINY / "heldout.jsonl").read_text().splitlines(keepends=True)[:12]))
+    args = ["--algorithm", "grpo", *job.SMALL, "--updates", "2", "--optimizer", "adam", "--eval-data", str(held_out)]
+    code, output = job.run(*args, "--output", str(folder / "run"))
+    assert code == 0, output
+    return folder / "run", output, args
+
+
+def test_two_updates_leave_the_record_that_the_design_names(grpo):
+    run, output, _ = grpo
+    metrics = job.rows(run / "metrics.jsonl")
+    assert [m["update"] for m in metrics] == [0, 1]
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    for m in metrics:
+        assert m["max_logprob_error"] <= 1e-5
+        assert {"reward_mean", "loss", "grad_norm", "entropy", "kl_rollout", "clip_fraction"} <= set(m)
+        assert set(m["seconds"]) == {"publish", "rollout", "grade", "train", "checkpoint", "total"}
+    assert {"before", "after"} == set(metrics[0]["eval"]) | set(metrics[1]["eval"])
+    for update in (0, 1):
+        completions = job.rows(run / "rollouts" / f"{update:06d}.jsonl")
+        assert [c["sample"] for c in completions] == list(range(16))
+        assert [c["group"] for c in completions] == [i // 4 for i in range(16)]
+        for c in completions:
+            assert len(c["response_tokens"]) == len(c["log_probs"]) > 0
+            assert c["trace"]["policy_version"] == update + 1 and c["trace"]["loops"] == 2
+            assert c["finish_reason"] in ("stop", "length")
+    commits = job.rows(run / "publications" / "commits.jsonl")
+    assert [c["version"] for c in commits] == [1, 2, 3]
+    assert len({c["digest"] for c in commits}) == 3, "an update that moved nothing"
+    state = checkpoint.verify_checkpoint(run, 2)
+    assert state["policy_digest"] == commits[-1]["digest"] and state["cursor"] == 8
+    assert output.splitlines()[-1].startswith("held-out accuracy: ")
+    assert (run / "reward.png").stat().st_size > 1000
+
+
+def test_a_run_is_consistent_with_itself(grpo):
+    code, output = job.audit(grpo[0])
+    assert code == 0, output
+
+
+def test_a_finished_run_says_so_and_an_existing_run_is_not_overwritten(grpo):
+    run, _, args = grpo
+    code, output = job.run("--resume", "--output", str(run))
+    assert code == 0 and "finished" in output
+    code, output = job.run(*args, "--output", str(run))
+    assert code == 2 and "already holds a run" in output
+
+
+def test_resume_refuses_changed_settings_and_names_both_values(grpo):
+    run, _, args = grpo
+    code, output = job.run(*args, "--output", str(run), "--resume", "--lr", "5e-4", "--updates", "9")
+    assert code == 2 and "lr" in output and "0.001" in output and "0.0005" in output and "updates" in output
+
+
+def test_evaluation_changes_no_rollout_and_no_parameter(grpo, tmp_path):
+    run, _, args = grpo
+    bare = args[: args.index("--eval-data")]
+    code, output = job.run(*bare, "--output", str(tmp_path / "bare"))
+    assert code == 0, output
+    for update in (0, 1):
+        a, b = (job.rows(r / "rollouts" / f"{update:06d}.jsonl") for r in (run, tmp_path / "bare"))
+        assert a == b
+    assert checkpoint.read_state(run, 2)["tensors"] == checkpoint.read_state(tmp_path / "bare", 2)["tensors"]
+
+
+def test_replacing_a_loss_of_algorithms_changes_the_run(grpo, tmp_path):
+    """The trainer has no loss of its own: a child in which `algorithms.ppo_loss` is another function trains otherwise."""
+    run, _, args = grpo
+    seam = tmp_path / "seam"
+    seam.mkdir()
+    (seam / "algorithms.py").write_text(
+        f"exec(compile(open({str(job.ROOT / 'algorithms.py')!r}).read(), 'algorithms.py', 'exec'))\n"
+        "_ppo_loss = ppo_loss\n"
+        "def ppo_loss(*args):\n    loss, metrics = _ppo_loss(*args)\n    return -loss, metrics\n"
+    )
+    bare = args[: args.index("--eval-data")]
+    driver = f"import sys; sys.path.insert(0, {str(seam)!r}); " + job.DRIVER
+    original, job.DRIVER = job.DRIVER, driver
+    try:
+        code, output = job.run(*bare, "--output", str(tmp_path / "run"), PYTHONPATH=f"{seam}{os.pathsep}{job.ROOT}")
+    finally:
+        job.DRIVER = original
+    assert code == 0, output
+    first, other = (job.rows(r / "metrics.jsonl")[0] for r in (run, tmp_path / "run"))
+    assert first["loss"] == pytest.approx(-other["loss"], abs=1e-9) and first["grad_norm"] == pytest.approx(other["grad_norm"])
+    assert checkpoint.read_state(run, 2)["policy_digest"] != checkpoint.read_state(tmp_path / "run", 2)["policy_digest"]
+
+
+def test_ctrl_c_finishes_the_update_saves_and_says_how_to_resume(tmp_path):
+    run = tmp_path / "run"
+    process = job.start("--algorithm", "grpo", *job.SMALL, "--updates", "500", "--output", str(run))
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume --output" in output
+    done = len(job.rows(run / "metrics.jsonl"))
+    assert checkpoint.newest_checkpoint(run, print)[0] == done
+    assert job.audit(run)[0] == 0
+
+
+BAD = {
+    "no data": (["--data", "missing.jsonl"], "missing.jsonl"),
+    "no model": (["--model", "missing"], "missing"),
+    "one completion": (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt"),
+    "setting of another algorithm": (["--kl-budget", "0.1"], "--kl-budget"),
+    "temperature": (["--temperature", "0"], "--temperature"),
+    "stop beyond the end": (["--stop-after", "7"], "--stop-after"),
+    "environment": (["--train-env-vars", "[1]"], "--train-env-vars"),
+    "reward": (["--reward", "nothing.py:f"], "nothing.py"),
+    "long prompt": (["--max-prompt-len", "3"], "train.jsonl:1"),
+    "odd halves": (["--algorithm", "flow-dppo", "--rollout-batch-size", "3"], "even"),
+    "unknown option": (["--learning-rate", "1"], "--learning-rate"),
+    "not a number": (["--lr", "nan"], "--lr"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_exit_code_2_and_no_run_directory(case, tmp_path):
+    extra, named = BAD[case]
+    code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), *extra, timeout=60)
+    assert code == 2, output
+    assert named in output.splitlines()[-1] and "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_resources_is_an_error_within_seconds_that_says_what_is_needed(tmp_path):
+    began = time.monotonic()
+    code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), "--device", "cuda", timeout=60)
+    assert code == 2 and "GPU" in output and not (tmp_path / "run").exists()
+    assert time.monotonic() - began < 60
+    assert json.dumps(output)
