@@ -389,7 +389,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
     loss = torch.maximum(free, clipped)
     metrics = {
-        "value_clip_fraction": (clipped > free).detach().to(loss.dtype),
+        # Within the clip the two terms are the same number but for rounding.
+        "value_clip_fraction": ((clipped > free) & ((values - old).abs() > clip)).detach().to(loss.dtype),
         "value_error": (values - returns).detach(),
     }
     return loss, metrics

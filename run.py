@@ -360,8 +360,12 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     def publish(version: int) -> None:
         nonlocal committed
         if version != committed:
-            manifest = call(at.trainer.publish, version, at.transport, publication_path(run, at.transport, version))
-            call(at.engine.publish, manifest)
+            place = publication_path(run, at.transport)
+            try:
+                call(at.engine.publish, call(at.trainer.publish, version, at.transport, str(place)))
+            finally:
+                if at.transport == "shm":
+                    place.unlink(missing_ok=True)
             committed = version
 
     for update in range(start, last):
@@ -414,7 +418,6 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     if finished:
         publish(r.updates + 1)
     call(at.trainer.wait_for_checkpoint)
-    call(at.engine.forget_publications)
     show.close()
     if finished:
         return 0
@@ -498,12 +501,14 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
     return {"updates": updates, "accuracy": mean(sampled), "greedy": mean(greedy), "rows": len(greedy), "samples": k}
 
 
-def publication_path(run: Path, transport: str, version: int) -> str:
-    """Where the sender puts version `version`: beside the run on disk, or in shared memory under the run's own name."""
-    name = f"{version:06d}.safetensors"
-    if transport == "disk":
-        return str((run / "publications" / name).absolute())
-    return f"/dev/shm/nanbeige-{os.getpid()}/{name}"
+def publication_path(run: Path, transport: str) -> Path:
+    """Where the sender puts the current publication: beside the run, or in shared memory under a name of this run's own,
+    so that a resume overwrites what a killed run may have left there."""
+    if transport == "shm":
+        import hashlib
+
+        return Path("/dev/shm") / f"nanbeige-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}.safetensors"
+    return run.absolute() / "publications" / "current.safetensors"
 
 
 # --- what the user sees ----------------------------------------------------------------------------------------------
