@@ -341,20 +341,46 @@ def _element(a: RunFiles, b: RunFiles, updates: int, kind: str, name: str) -> st
         return "the stored values are equal, so what state.json says of one of them is not"
     flat = int(bits.nonzero()[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape)]
-    return f"{index}: {x.reshape(-1)[flat].item()!r} | {y.reshape(-1)[flat].item()!r}"
+    fused = " of q, k and v as they are stored together" if ".self_attn." in name and "o_proj" not in name else ""
+    return f"{index}{fused}: {x.reshape(-1)[flat].item()!r} | {y.reshape(-1)[flat].item()!r}"
 
 
 def load_tensor(run: Path | str, updates: int, kind: str, name: str) -> Any:
     """One full tensor out of a checkpoint's files, by the digest's `kind` and `name`. ValueError when it is not there.
 
     Optimizer tensors carry the name `network.key`, key being the one under which Megatron's dist_checkpointing stored
-    them. Actor and critic have native names in state.json and Megatron's in the files; those stored alike are found.
+    them. Actor and critic have native names in state.json and Megatron's in the files. Query, key and value of a layer
+    are stored as one tensor, interleaved by head: for each of the three the whole is returned.
     """
     network, key = (kind, name) if kind != "optimizer" else name.partition(".")[::2]
     root = checkpoint.checkpoint_path(run, updates) / network
     if network not in ("actor", "critic") or not root.is_dir():
         raise ValueError(f"{run}: no tensor files")
-    return read_stored(root, key)
+    if kind == "optimizer":
+        return read_stored(root, key)
+    layer, _, part = key.removeprefix("model.").rpartition(".")[0].partition(".")[2].partition(".")
+    stored = _STORED.get(part) if key.startswith("model.layers.") else _STORED.get(key)
+    if stored is None:
+        raise ValueError(f"{network}: {safe(key, 80)} is not a tensor of this model")
+    tensor = read_stored(root, f"layers.{layer}.{stored}" if part else stored)
+    return tensor.chunk(2)[part == "mlp.up_proj"] if part in ("mlp.gate_proj", "mlp.up_proj") else tensor
+
+
+_STORED = {  # native name, or its part behind the layer number -> Megatron's name in `provider.LoopedModel`
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.norm.weight": "final_norm.weight",
+    "lm_head.weight": "output_layer.weight",
+    "value_head.weight": "value_head.weight",
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+    "self_attn.q_proj": "self_attention.linear_qkv.weight",
+    "self_attn.k_proj": "self_attention.linear_qkv.weight",
+    "self_attn.v_proj": "self_attention.linear_qkv.weight",
+    "self_attn.o_proj": "self_attention.linear_proj.weight",
+    "post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.gate_proj": "mlp.linear_fc1.weight",
+    "mlp.up_proj": "mlp.linear_fc1.weight",
+    "mlp.down_proj": "mlp.linear_fc2.weight",
+}
 
 
 def read_stored(root: Path, key: str) -> Any:

@@ -132,6 +132,27 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return policy_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
 
 
+def tree_digest(tree: Any) -> str:
+    """BLAKE3 hex of nested dicts, lists and tuples of tensors, arrays, numbers, strings and bytes.
+
+    For the state of a scheduler or a generator. The order of keys does not matter, and a tuple equals its list.
+    """
+    import torch
+
+    def text(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {"map": sorted([repr(key), text(item)] for key, item in value.items())}
+        if isinstance(value, list | tuple):
+            return [text(item) for item in value]
+        if hasattr(value, "__array__") and not torch.is_tensor(value) and getattr(value, "ndim", 0):
+            value = torch.from_numpy(value.copy().view(f"u{value.itemsize}").astype("int64"))
+        if torch.is_tensor(value):
+            return ["tensor", *tensor_digest(value)]
+        return repr(value.item() if hasattr(value, "item") else value)
+
+    return blake3(_dumps(text(tree))).hexdigest()
+
+
 def file_blake3(path: Path | str) -> str:
     """BLAKE3 hex of a file's content. Read, not mapped: a bad sector is then an OSError and not a dead process."""
     total = blake3(max_threads=blake3.AUTO)

@@ -235,7 +235,10 @@ def _off(value: Any) -> bool:
 
 
 def _show(value: Any, limit: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "a deeply nested value"
     return text if len(text) <= limit else text[:limit] + "..."
 
 
@@ -254,11 +257,11 @@ def _read_json(path: Path, what: str) -> Any:
 
 def _parse_json(data: bytes, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"the key {_show(twice)} stands twice")
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise ValueError(f"the key {_show(key)} stands twice")
+            result[key] = value
         return result
 
     def refuse(constant: str) -> None:
@@ -878,6 +881,13 @@ def load_native(model: Any, tensors: "Iterable[tuple[str, torch.Tensor]]") -> No
     for name in shapes:
         if name not in loaded and name != "value_head.weight":
             raise ValueError(f'tensor "{name}" is missing')
+
+
+def native_views(model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Native names with this rank's live parameters, nothing copied; q, k and v are strided slices of the fused weight,
+    [groups, rows, hidden], which `reshape` to their native shape. Without tensor parallelism these are the full tensors."""
+    for name, (place, _) in _places(model).items():
+        yield name, place
 
 
 def export_native(model: Any) -> "Iterator[tuple[str, torch.Tensor]]":

@@ -80,6 +80,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the offline bundle, and its sampling is not seeded per request
         "HF_HUB_OFFLINE": "1",  # everything is read from the model directory
         "TOKENIZERS_PARALLELISM": "false",
+        # vLLM ranks the sampled token through torch.compile: 20 s of compiling on a new machine for a rank nobody reads.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     if settings.device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(settings.kv_cache_gib)))  # whole GiB

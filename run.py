@@ -648,7 +648,7 @@ def main(argv: list[str]) -> int:
             checkpoint.next_epoch(run)
         ray.get([actor.hold.remote(str(run.absolute()), lock.owner) for actor in (at.trainer, at.engine)])
         if state:
-            ray.get(at.trainer.load.remote(str(run.absolute()), start, state["policy_digest"]))
+            ray.get(at.trainer.load.remote(str(run.absolute()), start))
         code = train(r, inputs, at, grader, start, cursor, stop)
     if code == 0 and not (r.stop_after and r.stop_after < r.updates):
         summary(run)

@@ -6,7 +6,7 @@
 The official weights are not needed to measure speed, memory and exactness; this stands in for them. Each tensor is
 drawn by itself from a seed made of `--seed` and its name (normal, standard deviation 0.02; norms are ones), so a seed
 gives the same weights in any order and any number of shards, on one kind of device: CUDA draws other numbers than the
-CPU. One tensor is held at a time. At the official shape (bf16, 8.3 GB) it takes TIME.
+CPU. One tensor is held at a time. At the official shape (bf16, 8.3 GB) it took 15 s beside an H200.
 """
 
 import argparse

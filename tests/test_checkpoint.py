@@ -152,7 +152,7 @@ def refused(kind: type[Exception], function, *arguments, **settings) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Kill -9 at every file operation (this part runs in a child process)
 
-# What changes the file system. A kill at fsync leaves what a kill at the next of these leaves: see the test of the order.
+# What changes files. A kill at fsync leaves what a kill at the next of these does; fsyncs have a test of their order.
 OPERATIONS = ("write", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate")
 
 
@@ -347,6 +347,25 @@ def test_tensor_digest_depends_on_content_and_not_on_storage():
     changed = whole.clone()
     changed[999, 1999] += 1
     assert checkpoint.tensor_digest(changed)[2] != raw
+
+
+def test_the_digest_of_a_generators_state_changes_with_every_draw():
+    import numpy as np
+    import torch
+
+    def state() -> dict:
+        return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate(), "n": 1}
+
+    first = state()
+    assert checkpoint.tree_digest(first) == checkpoint.tree_digest(dict(reversed(first.items())))
+    for draw in (lambda: torch.rand(1), lambda: np.random.rand(), random.random):
+        before = checkpoint.tree_digest(state())
+        assert checkpoint.tree_digest(state()) == before
+        draw()
+        assert checkpoint.tree_digest(state()) != before
+    assert (
+        checkpoint.tree_digest({"a": 1}) != checkpoint.tree_digest({"a": 1.0}) != checkpoint.tree_digest({"a": "1.0"})
+    )
 
 
 def test_tensor_digest_names_every_dtype_as_safetensors_does():

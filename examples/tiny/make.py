@@ -9,10 +9,10 @@ question in one of three phrasings. No question of heldout.jsonl stands in train
 
 The model is a looped Nanbeige of about 680,000 parameters (3 layers that run twice), trained through the project's own
 provider, that is, Megatron's layers on one CPU process. The warm start has two phases. In the first the model learns
-the arithmetic from right answers. In the second it is taught to answer in three styles at random, whatever the
-question: boxed and right, bare, and boxed but off by one or two. What is left is then a policy that knows the answers
-and gives them a quarter to a third of the time, which reinforcement learning from checkable answers can mend within
-minutes: choose the format, and drop the slips.
+the arithmetic from right answers, boxed or bare. In the second it is taught to answer in three styles at random,
+whatever the question: boxed and right, bare, and boxed but off by one or two. What is left is a policy that knows the
+answers and gives them a quarter to a third of the time. Reinforcement learning from checkable answers mends that within
+minutes: it chooses the format and drops the slips.
 
 The data and the tokenizer are the same bytes on every machine. The weights are the same wherever torch computes the
 same sums; elsewhere they differ in the last bits and reach the same accuracy.
@@ -158,23 +158,20 @@ def encode(text: str) -> list[int]:
 class WarmStart:
     """How the shipped model was trained: AdamW on the response tokens of `batch` training rows a step."""
 
+    steps: int = 1000
     batch: int = 64
-    steps: int = 800  # first phase: right answers, so that the model knows the arithmetic
-    lr: float = 2e-3  # its highest; 50 steps up, then a cosine down to a twentieth
-    style_steps: int = 120  # second phase: the three styles
-    style_lr: float = 2e-4  # higher rates were seen to cost arithmetic; 10 steps up, then straight down to zero
-    styles: tuple[tuple[str, float], ...] = (("boxed", 1.0), ("bare", 1.3), ("slip", 1.3))  # relative frequencies
-    weight_decay: float = 0.1
+    lr: float = 2e-3  # its highest: 50 steps up, then a cosine down to a twentieth
+    weight_decay: float = 0.1  # of matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.98)
     clip_grad: float = 1.0
+    style_from: int = 700  # the step at which the second phase begins
+    right: tuple[tuple[str, float], ...] = (("boxed", 3), ("bare", 2))  # relative frequencies in the first phase
+    styles: tuple[tuple[str, float], ...] = (("boxed", 5), ("bare", 7), ("slip", 9))  # and in the second
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0 through both phases."""
-        if step < self.steps:
-            down = 0.5 * (1 + math.cos(math.pi * step / self.steps))
-            return self.lr * min(1, (step + 1) / 50) * (0.05 + 0.95 * down)
-        step -= self.steps
-        return self.style_lr * min(1, (step + 1) / 10) * (1 - step / self.style_steps)
+        """Learning rate of a step, counted from 0."""
+        down = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        return self.lr * min(1, (step + 1) / 50) * (0.05 + 0.95 * down)
 
 
 def answer(label: str, style: str, rng: random.Random) -> str:
@@ -253,16 +250,16 @@ def warm_start(train: list[dict[str, str]], seed: int, recipe: WarmStart):
         betas=recipe.betas,
     )
     prompts = [encode(row["prompt"]) for row in train]
-    styles, weights = zip(*recipe.styles, strict=True)
     left: list[int] = []  # rows of this pass over the data that are still to come
     began = time.monotonic()
-    for step in range(recipe.steps + recipe.style_steps):
+    for step in range(recipe.steps):
         if len(left) < recipe.batch:
             left = rng.sample(range(len(train)), len(train))
         chosen, left = left[: recipe.batch], left[recipe.batch :]
+        styles, weights = zip(*(recipe.right if step < recipe.style_from else recipe.styles), strict=True)
         responses = []
         for i in chosen:
-            style = "boxed" if step < recipe.steps else rng.choices(styles, weights)[0]
+            style = rng.choices(styles, weights)[0]
             responses.append([*encode(answer(train[i]["label"], style, rng)), CONFIG["eos_token_id"]])
         logits = response_logits(model, [prompts[i] for i in chosen], responses)
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor([t for r in responses for t in r]))
