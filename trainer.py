@@ -378,6 +378,9 @@ class Trainer:
             self._only(self.critic)
             critic_history = [self._critic_step(part, values, returns, update) for part in packs]
 
+        if s.device == "cuda":
+            metrics["trainer_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # allocated, since the start
+            metrics["trainer_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         for rows in (history, critic_history):
             for name in rows[0] if rows else ():
                 per_step = [row[name] for row in rows]
@@ -585,18 +588,24 @@ class Trainer:
         """Copy all durable state to host memory, after waiting for the previous writer; the next update may then run."""
         self.wait_for_checkpoint()
         states = self._states(is_loading=False)
-        self._snapshot = {"states": states, "tensors": self._tensor_digests(states), "digest": self.policy()["digest"]}
+        self._snapshot = {
+            "states": states,
+            "facts": {
+                "policy_digest": self.policy()["digest"],
+                "tensors": self._tensor_digests(states),
+                "scheduler": checkpoint.tree_digest({name: state["scheduler"] for name, state in states.items()}),
+                "rng": checkpoint.tree_digest(states["actor"]["rng"]),
+            },
+        }
 
-    def write_checkpoint(self, run: str, updates: int, cursor: int, keep: int, extra: dict) -> None:
+    def write_checkpoint(self, run: str, updates: int, cursor: int, keep: int) -> None:
         """Write the snapshot in the background; `wait_for_checkpoint` reports how it went."""
         taken, self._snapshot = self._snapshot, None
         state = {
             "updates": updates,
             "policy_version": updates + 1,
-            "policy_digest": taken["digest"],
             "cursor": cursor,
-            "tensors": taken["tensors"],
-            **extra,
+            **taken["facts"],
         }
 
         def write():
@@ -642,9 +651,15 @@ class Trainer:
     # -- facts --
 
     def facts(self) -> dict:
-        """Versions and memory, for run.json and the metrics."""
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.settings.device == "cuda" else None
-        return {"pid": os.getpid(), "parameters": sum(p.numel() for p in self.actor.model.parameters()), "peak_gib": peak}
+        """What a run records of its trainer: process, parameters, versions of what computes."""
+        card = torch.cuda.get_device_name() if self.settings.device == "cuda" else None
+        return {
+            "pid": os.getpid(),
+            "parameters": sum(p.numel() for p in self.actor.model.parameters()),
+            "torch": torch.__version__,
+            "card": card,
+            "start_s": round(time.time() - self.started, 2),
+        }
 
 
 def ipc_handles(tensors) -> dict:

@@ -1,14 +1,14 @@
 """Nanbeige for upstream vLLM: the looped model, its config class, and `register`, which makes vLLM know both.
 
 The model runs its physical layers `num_loops` times. vLLM gives every `Attention` module its own KV cache under the
-module's prefix, so there is one `Attention` per layer *and loop* (`model.layers.{loop * L + n}.self_attn.attn`), while the
-weights of a layer exist once. Everything else is vLLM's own: fused QKV and gate/up projections, vocabulary-parallel
-embedding and head, RMSNorm with the residual added in one kernel, paged attention.
+module's prefix, so there is one `Attention` per layer *and loop* (`model.layers.{loop * L + n}.self_attn.attn`), while
+the weights of a layer exist once. The rest is vLLM's own: fused QKV and gate/up projections, vocabulary-parallel
+embedding and head, paged attention. RoPE and RMSNorm are the trainer's formulas, so that both agree to rounding.
 
-Weights go in under their native names (`load_weights`) and can be asked for under the same names (`held_tensors`), which is
-how a publication proves what the model holds. Serves vLLM 0.24 and 0.32.
+Weights go in under their native names (`load_weights`) and can be read back under the same names (`held_tensors`), which
+is how a publication proves what the model holds. Serves vLLM 0.24 and 0.32.
 
-    vLLM finds the class by the entry point `vllm.general_plugins` (pyproject.toml), or after `vllm_nanbeige.register()`.
+vLLM finds the class by the entry point `vllm.general_plugins` (pyproject.toml), or after `vllm_nanbeige.register()`.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class NanbeigeForCausalLM(nn.Module):
             yield name, parameters[here].data.narrow(0, start, rows)
 
     def finish_loading(self) -> None:
-        """After weights were overwritten in a live engine: build again what vLLM derived from them (CPU: packed copies)."""
+        """After weights were overwritten in a live engine: make anew what vLLM derived from them (CPU: packed copies)."""
         if current_platform.is_cpu():
             for module in self.modules():
                 if isinstance(module, LinearBase | VocabParallelEmbedding):

@@ -83,6 +83,20 @@ def random_tensors(config, seed, dtype, device):
         yield name, tensor.normal_(0, 0.02, generator=generator).to(dtype)
 
 
+def number_tokenizer(out: Path, config) -> None:
+    """A tokenizer for random weights: token i is the word "ti", so that every completion decodes to a text of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "model_max_length": 1 << 30}
+    if config.eos_token_id is not None:
+        fields["eos_token"] = f"t{config.eos_token_id}"
+    (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help="official, tiny, or a JSON file of config.json fields")
@@ -90,7 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not hold a checkpoint")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="stored type (default bf16)")
     parser.add_argument("--shards", type=int, default=2, help="number of safetensors files (default 2)")
-    parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer files are copied into --out")
+    parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer files are copied (default: numbered words)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the numbers are drawn")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -126,6 +140,8 @@ def make(options: argparse.Namespace) -> None:
     )
     for file in copies:
         shutil.copy2(file, options.out / file.name)
+    if not copies:
+        number_tokenizer(options.out, config)
 
 
 if __name__ == "__main__":
