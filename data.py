@@ -197,12 +197,18 @@ def load_tokenizer(model_dir: Path | str):
     if not path.is_dir():
         raise ValueError(f"{path}: no such directory; a model directory with tokenizer files is needed")
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    # Transformers 5 reads config.json beside the tokenizer and warns that it does not know the model's type.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def decode(tokenizer, ids: Sequence[int]) -> str:

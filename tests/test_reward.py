@@ -160,7 +160,7 @@ HOSTILE = [
     r"\frac{" * 300 + "1" + "}{1}" * 300,
     "9" * 1999,
     "a\ud800\udfff\0\x1b[31m\u202e",
-    "__import__('os').system('touch /tmp/owned')",
+    "__import__('os').system('kill -9 $PPID')",
     r"\def\a{\a\a}\a",
     "\r\n\t\v\x85\u2028",
 ]

@@ -164,6 +164,7 @@ class WarmStart:
     weight_decay: float = 0.1  # of matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.98)
     clip_grad: float = 1.0
+    z_loss: float = 1e-2  # times log(Z)^2 [2204.02311]: small logits are what keeps engine and trainer alike in float32
     style_from: int = 700  # the step at which the second phase begins
     right: tuple[tuple[str, float], ...] = (("boxed", 3), ("bare", 2))  # relative frequencies in the first phase
     styles: tuple[tuple[str, float], ...] = (("boxed", 5), ("bare", 7), ("slip", 9))  # and in the second
@@ -263,7 +264,7 @@ def warm_start(train: list[dict[str, str]], seed: int, recipe: WarmStart):
             responses.append([*encode(answer(train[i]["label"], style, rng)), CONFIG["eos_token_id"]])
         logits = response_logits(model, [prompts[i] for i in chosen], responses)
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor([t for r in responses for t in r]))
-        loss.backward()
+        (loss + recipe.z_loss * logits.logsumexp(-1).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step)
