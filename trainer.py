@@ -436,6 +436,9 @@ class Trainer:
         sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         new: dict[int, torch.Tensor] = {}
         for pack in packs:
+            if not len(pack.targets):  # completions without a token: nothing to learn from, and they count in the mean
+                new.update(per_completion(torch.zeros(0, device=s.device), [pack]))
+                continue
             hidden = actor.model(pack.tokens, pack.cu_seqlens, pack.rows)
             leaf = hidden.detach().requires_grad_()
             rows = self._chunk_rows()

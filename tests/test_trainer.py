@@ -1,0 +1,152 @@
+"""The trainer in one process: guards stop before the optimizer, snapshots stand still, layout of the batch changes nothing."""
+
+import random
+
+import job
+import pytest
+import torch
+
+import checkpoint
+import trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    yield
+    from megatron.core import parallel_state
+
+    torch.use_deterministic_algorithms(False)
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def make(algorithm="grpo", **changes) -> trainer.Trainer:
+    settings = {"optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "max_logprob_error": 1e9, **changes}
+    return trainer.Trainer(trainer.TrainerSettings(model=str(job.TINY / "model"), algorithm=algorithm, **settings))
+
+
+def batch(count=8, seed=0, lengths=None) -> list[dict]:
+    draw = random.Random(seed)
+    rows = []
+    for i in range(count):
+        n = lengths[i] if lengths else draw.randrange(1, 12)
+        rows.append(
+            {
+                "prompt_tokens": [draw.randrange(3, 40) for _ in range(draw.randrange(3, 20))],
+                "response_tokens": [draw.randrange(3, 40) for _ in range(n)],
+                "reward": float(i % 2),
+            }
+        )
+    return rows
+
+
+def replayed(t: trainer.Trainer, rows: list[dict]) -> list[dict]:
+    """The same completions with the log-probabilities that the trainer itself gives them."""
+    rows = [{**row, "log_probs": [0.0] * len(row["response_tokens"])} for row in rows]
+    old = {}
+    t._score(trainer.make_packs(rows, list(range(len(rows))), 10**6, "cpu"), old, {})
+    return [{**row, "log_probs": old[i].tolist()} for i, row in enumerate(rows)]
+
+
+def test_a_log_probability_off_by_more_than_the_bound_stops_before_anything_is_optimized():
+    t = make("ppo", max_logprob_error=1e-3)
+    rows = replayed(t, batch())
+    before, critic = t.policy()["digest"], [p.detach().clone() for p in t.critic.model.parameters()]
+    rows[5]["log_probs"][0] += 2e-3
+    with pytest.raises(checkpoint.GuardError, match=r"update 3: replay guard: sample 5, response token 0"):
+        t.train(rows, 3)
+    t._digest_cache = None
+    assert t.policy()["digest"] == before
+    assert all(torch.equal(a, b) for a, b in zip(critic, t.critic.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_log_probability_that_is_no_number_is_the_worst_there_is(bad):
+    t = make(max_logprob_error=1e-3)
+    rows = replayed(t, batch())
+    rows[2]["log_probs"][0] = bad
+    with pytest.raises(checkpoint.GuardError, match="sample 2, response token 0"):
+        t.train(rows, 0)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step_and_is_named():
+    t = make()
+    rows = replayed(t, batch())
+    before = t.policy()["digest"]
+    t.actor.model.layers[1].mlp.linear_fc2.weight.register_hook(lambda g: g * float("inf"))
+    with pytest.raises(checkpoint.GuardError, match=r"layers\.1\.mlp\.linear_fc2\.weight is not finite"):
+        t.train(rows, 0)
+    t._digest_cache = None
+    assert t.policy()["digest"] == before
+
+
+def test_micro_batches_change_no_number_beyond_rounding():
+    results = []
+    for budget in (10**6, 40, 1):
+        t = make("dppo", micro_batch_tokens=budget)
+        results.append(t.train(replayed(t, batch()), 0))
+    for other in results[1:]:
+        for name in ("loss", "grad_norm", "value_loss", "critic_grad_norm", "entropy"):
+            assert other[name] == pytest.approx(results[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_recompute_gives_bitwise_the_same_update():
+    digests = set()
+    for recompute in (False, True):
+        t = make("flow-dppo", recompute=recompute)
+        t.train(replayed(t, batch()), 0)
+        digests.add(t.policy()["digest"])
+    assert len(digests) == 1
+
+
+def test_equal_rewards_in_every_group_leave_the_policy_as_it_is():
+    t = make(optimizer="sgd", n_samples_per_prompt=4)
+    before = t.policy()["digest"]
+    metrics = t.train(replayed(t, [{**row, "reward": 1.0} for row in batch()]), 0)
+    assert metrics["grad_norm"] == 0 and t.policy()["digest"] == before
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dppo", "flow-dppo"])
+@pytest.mark.parametrize("lengths", [[1] * 8, [3, 0, 5, 1, 0, 2, 7, 4]])
+def test_one_token_and_empty_responses_are_defined(algorithm, lengths):
+    t = make(algorithm)
+    metrics = t.train(replayed(t, batch(lengths=lengths)), 0)
+    assert all(torch.isfinite(torch.tensor(v)).all() for v in metrics.values())
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "flow-dppo"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates_do(algorithm, precision, tmp_path):
+    run = tmp_path / "run"
+    checkpoint.create_run(run, {})
+    t = make(algorithm, precision=precision)
+    for update in (0, 1):
+        t.train(replayed(t, batch(seed=update)), update)
+        checkpoint.append_rollouts(run, update, [{}])
+        checkpoint.append_metrics(run, {"update": update})
+    t.snapshot()
+    later = [replayed(t, batch(seed=9))]
+    t.train(later[0], 2)  # before the writer has begun
+    t.write_checkpoint(str(run), 2, 8, 2)
+    t.wait_for_checkpoint()
+    after = t.policy()["digest"]
+
+    other = make(algorithm, precision=precision)
+    other.load(str(run), 2)  # proves every tensor against state.json
+    other.train(later[0], 2)
+    assert other.policy()["digest"] == after
+    for one in (t, other):
+        one.snapshot()
+    assert t._snapshot["facts"] == other._snapshot["facts"]
+
+
+def test_half_precision_moves_main_parameters_where_the_cast_does_not_move():
+    t = make(precision="bf16", optimizer="sgd", lr=1e-5)
+    main = [p for g in t.actor.optimizer.param_groups for p in g["params"]]
+    assert all(p.dtype == torch.float32 for p in main)
+    before, digest = [p.detach().clone() for p in main], t.policy()["digest"]
+    t.train(replayed(t, batch()), 0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, main, strict=True))
+    unchanged = t.policy()["digest"] == digest
+    assert unchanged, "a step of 1e-5 should be lost in the cast to bf16"
