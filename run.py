@@ -395,7 +395,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         save = done == last or done % r.save_interval == 0 or bool(stop.signal)
         if save:
             with clock("checkpoint"):
-                call(at.trainer.snapshot)
+                call(at.trainer.snapshot, str(run), done)
         row = {
             "update": update,
             "policy_version": done,

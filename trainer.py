@@ -537,14 +537,13 @@ class Trainer:
     # -- publication (the sending end) --
 
     def policy(self) -> dict:
-        """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it is published now."""
+        """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it stands, for its publication."""
         if self._digest_cache is None:
             self._only(self.actor)
             entries = checkpoint.tensor_digests(provider.export_native(self.actor.model))
             self._digest_cache = {
                 "digest": checkpoint.policy_digest(entries),
                 "tensors": {n: [dtype, list(shape)] for n, (dtype, shape, _) in entries.items()},
-                "hashes": {n: h for n, (_, _, h) in entries.items()},
             }
         return self._digest_cache
 
@@ -564,56 +563,61 @@ class Trainer:
 
     # -- checkpoints --
 
-    def _states(self, is_loading: bool) -> dict:
-        states = {}
+    def _networks(self):
+        """Actor, then critic; each on the device while it is looked at."""
         for network in (self.actor, self.critic):
             if network is not None:
-                self._only(network)
-                states[network.name] = {**network.sharded_state(is_loading), "rng": _rng_state(self.settings.device)}
-                if not is_loading:  # before the other network takes its place on the device
-                    _detach(states[network.name])
-        return states
+                yield self._only(network)
 
-    def _tensor_digests(self, states: dict) -> dict:
-        """{kind: {name: BLAKE3}} for state.json. Optimizer tensors go by Megatron's keys, under the network's name."""
-        tensors = {"actor": self.policy()["hashes"], "optimizer": {}}
-        if self.critic is not None:
-            self._only(self.critic)
-            entries = checkpoint.tensor_digests(provider.export_native(self.critic.model))
-            tensors["critic"] = {n: h for n, (_, _, h) in entries.items()}
-        for name, state in states.items():
-            for leaf in _sharded(state["optimizer"]):
-                if torch.is_tensor(leaf.data):
-                    tensors["optimizer"][f"{name}.{leaf.key}"] = checkpoint.tensor_digest(leaf.data)[2]
-        return tensors
+    def _state(self, network: Network) -> dict:
+        return {**network.sharded_state(is_loading=False), "rng": _rng_state(self.settings.device)}
 
-    def snapshot(self) -> None:
-        """Copy all durable state to host memory, after waiting for the previous writer; the next update may then run."""
-        self.wait_for_checkpoint()
-        states = self._states(is_loading=False)
-        self._snapshot = {
-            "states": states,
-            "facts": {
-                "policy_digest": self.policy()["digest"],
-                "tensors": self._tensor_digests(states),
-                "scheduler": checkpoint.tree_digest({name: state["scheduler"] for name, state in states.items()}),
-                "rng": checkpoint.tree_digest(states["actor"]["rng"]),
-            },
+    def _facts(self) -> dict:
+        """What state.json says of the state held now. Optimizer tensors go by Megatron's keys, under the network's name."""
+        tensors, schedulers = {"optimizer": {}}, {}
+        for network in self._networks():
+            entries = checkpoint.tensor_digests(provider.export_native(network.model))
+            tensors[network.name] = {name: digest for name, (_, _, digest) in entries.items()}
+            if network is self.actor:
+                policy = checkpoint.policy_digest(entries)
+            leaves = [x for x in _sharded(self._state(network)["optimizer"]) if torch.is_tensor(x.data)]
+            entries = checkpoint.tensor_digests((f"{network.name}.{x.key}", x.data) for x in leaves)
+            tensors["optimizer"] |= {name: digest for name, (_, _, digest) in entries.items()}
+            schedulers[network.name] = network.scheduler.state_dict()
+        return {
+            "policy_digest": policy,
+            "tensors": tensors,
+            "scheduler": checkpoint.tree_digest(schedulers),
+            "rng": checkpoint.tree_digest(_rng_state(self.settings.device)),
         }
+
+    def snapshot(self, run: str, updates: int) -> None:
+        """Copy all durable state to host memory, after waiting for the previous writer; the next update may then run.
+
+        With --offload-train host memory is what is short, as it holds the network that is away: each network is written
+        at once, one after the other, and only hashing and the rename are left to the background.
+        """
+        self.wait_for_checkpoint()
+        self._snapshot = self._facts(), {}
+        staging = checkpoint.staging(run, updates)
+        for network in self._networks():
+            state = self._state(network)
+            _detach(state)
+            if self.settings.offload_train:
+                write_state(staging, network.name, state)
+            else:
+                self._snapshot[1][network.name] = state
 
     def write_checkpoint(self, run: str, updates: int, cursor: int, keep: int) -> None:
-        """Write the snapshot in the background; `wait_for_checkpoint` reports how it went."""
-        taken, self._snapshot = self._snapshot, None
-        state = {
-            "updates": updates,
-            "policy_version": updates + 1,
-            "cursor": cursor,
-            **taken["facts"],
-        }
+        """Write the snapshot and make it the checkpoint, in the background; `wait_for_checkpoint` reports how it went."""
+        (facts, states), self._snapshot = self._snapshot, None
+        staging = checkpoint.staging_dir(run, updates)
 
         def write():
             try:
-                write_states(run, updates, taken["states"])
+                for name, state in states.items():
+                    write_state(staging, name, state)
+                state = {"updates": updates, "policy_version": updates + 1, "cursor": cursor, **facts}
                 checkpoint.publish_checkpoint(run, updates, state, keep)
             except BaseException as error:  # carried to the loop, which waits for the writer
                 self._writer_error = error
@@ -634,22 +638,23 @@ class Trainer:
         from megatron.core import dist_checkpointing
 
         saved = checkpoint.read_state(run, updates)
-        for network in (self.actor, self.critic):
-            if network is None:
-                continue
-            self._only(network)
+        for network in self._networks():
             wanted = {**network.sharded_state(is_loading=True), "rng": None}
             with megatron_cpu.enable():
                 state = dist_checkpointing.load(wanted, str(checkpoint.checkpoint_path(run, updates) / network.name))
             network.load(state)
             if network is self.actor:
-                _set_rng_state(state["rng"], self.settings.device)
+                rng = state["rng"]
+        _set_rng_state(rng, self.settings.device)
         self._digest_cache = None
-        held = self._tensor_digests(self._states(is_loading=False))
+        held = self._facts()
         for kind, digests in saved["tensors"].items():
             for name, digest in digests.items():
-                if held.get(kind, {}).get(name) != digest:
+                if held["tensors"].get(kind, {}).get(name) != digest:
                     raise checkpoint.GuardError(f"checkpoint {updates}: {kind} tensor {name} was not restored as it was saved")
+        for what in ("scheduler", "rng"):
+            if held[what] != saved[what]:
+                raise checkpoint.GuardError(f"checkpoint {updates}: {what} was not restored as it was saved")
 
     # -- facts --
 
@@ -696,8 +701,8 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 _piece: torch.Tensor | None = None
 
 
-def write_states(run: str, updates: int, states: dict) -> None:
-    """Write each network's state with Megatron's dist_checkpointing into the staging folder of checkpoint `updates`."""
+def write_state(staging: Path, name: str, state: dict) -> None:
+    """Write one network's state with Megatron's dist_checkpointing into the folder `name` of a staged checkpoint."""
     import queue
 
     from megatron.core import dist_checkpointing
@@ -706,11 +711,9 @@ def write_states(run: str, updates: int, states: dict) -> None:
     # Megatron 0.16.1 passes the writers' results through a manager process of its own, which would re-import this
     # program and outlive a kill. A synchronous save reads them in this very process: a plain queue does.
     filesystem_async._results_queue = queue.Queue()
-    staging = checkpoint.staging(run, updates)
-    for name, state in states.items():
-        (staging / name).mkdir(parents=True)
-        with megatron_cpu.enable():
-            dist_checkpointing.save(state, str(staging / name))
+    (staging / name).mkdir()
+    with megatron_cpu.enable():
+        dist_checkpointing.save(state, str(staging / name))
 
 
 def _sharded(tree):

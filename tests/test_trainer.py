@@ -116,29 +116,27 @@ def test_one_token_and_empty_responses_are_defined(algorithm, lengths):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "flow-dppo"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates_do(algorithm, precision, tmp_path):
+@pytest.mark.parametrize("precision, offload", [("fp32", False), ("bf16", False), ("fp32", True)])
+def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates_do(algorithm, precision, offload, tmp_path):
     run = tmp_path / "run"
     checkpoint.create_run(run, {})
-    t = make(algorithm, precision=precision)
+    t = make(algorithm, precision=precision, offload_train=offload)
     for update in (0, 1):
         t.train(replayed(t, batch(seed=update)), update)
         checkpoint.append_rollouts(run, update, [{}])
         checkpoint.append_metrics(run, {"update": update})
-    t.snapshot()
+    t.snapshot(str(run), 2)
     later = [replayed(t, batch(seed=9))]
     t.train(later[0], 2)  # before the writer has begun
     t.write_checkpoint(str(run), 2, 8, 2)
     t.wait_for_checkpoint()
     after = t.policy()["digest"]
 
-    other = make(algorithm, precision=precision)
+    other = make(algorithm, precision=precision, offload_train=offload)
     other.load(str(run), 2)  # proves every tensor against state.json
     other.train(later[0], 2)
     assert other.policy()["digest"] == after
-    for one in (t, other):
-        one.snapshot()
-    assert t._snapshot["facts"] == other._snapshot["facts"]
+    assert t._facts() == other._facts()
 
 
 def test_half_precision_moves_main_parameters_where_the_cast_does_not_move():
