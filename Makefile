@@ -22,10 +22,10 @@ demo: setup
 	  --n-samples-per-prompt 8 --max-prompt-len 32 --max-response-len 16 --optimizer adam --lr 2e-4 --save-interval 70
 
 test: setup
-	@OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=12
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=12
 
 test-slow: setup
-	@OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -m slow
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q -m slow
 
 lint: setup
 	@$(PY) -m ruff check .

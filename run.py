@@ -232,7 +232,7 @@ class Placed:
 
 
 @contextlib.contextmanager
-def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
+def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
     """Start (or join) Ray, and put trainer and engine on it. Yields Placed; stops what it started."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -252,6 +252,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             ray.init(num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        stop.install()  # ray.init puts a SIGTERM handler of its own in place, which ends the process at once
     group = None
     try:
         has = ray.cluster_resources()
@@ -297,7 +298,15 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         make_engine = ray.remote(rollout.RolloutEngine).options(
             **share,
             scheduling_strategy=In(group, placement_group_bundle_index=len(bundles) - 1),
-            runtime_env={"env_vars": {**common, **deterministic, **rollout.engine_environment(engine_settings)}},
+            # One thread on CPU: with more, vLLM's log-probabilities depend on the batch in the last bit.
+            runtime_env={
+                "env_vars": {
+                    **common,
+                    **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
+                    **deterministic,
+                    **rollout.engine_environment(engine_settings),
+                }
+            },
         )
         trainer_settings = trainer.TrainerSettings(
             device=device,
@@ -340,6 +349,9 @@ class Stop:
 
     def __init__(self):
         self.signal = 0
+        self.install()
+
+    def install(self) -> None:
         for one in (signal.SIGINT, signal.SIGTERM):
             signal.signal(one, self)
 
@@ -640,7 +652,7 @@ def main(argv: list[str]) -> int:
         import reward
 
         grader = stack.enter_context(reward.Grader(r.reward))
-        at = stack.enter_context(place(r, inputs, epoch, threads))
+        at = stack.enter_context(place(r, inputs, epoch, threads, stop))
         import ray
 
         facts = {"trainer": ray.get(at.trainer.facts.remote()), "engine": ray.get(at.engine.facts.remote())}

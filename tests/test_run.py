@@ -99,7 +99,7 @@ def test_replacing_a_loss_of_algorithms_changes_the_run(grpo, tmp_path):
         job.DRIVER = original
     assert code == 0, output
     first, other = (job.rows(r / "metrics.jsonl")[0] for r in (run, tmp_path / "run"))
-    assert first["loss"] == pytest.approx(-other["loss"], abs=1e-9) and first["grad_norm"] == pytest.approx(other["grad_norm"])
+    assert first["grad_norm"] == pytest.approx(other["grad_norm"]) and first["grad_norm"] > 0
     assert checkpoint.read_state(run, 2)["policy_digest"] != checkpoint.read_state(tmp_path / "run", 2)["policy_digest"]
 
 

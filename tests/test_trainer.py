@@ -143,8 +143,10 @@ def test_half_precision_moves_main_parameters_where_the_cast_does_not_move():
     t = make(precision="bf16", optimizer="sgd", lr=1e-5)
     main = [p for g in t.actor.optimizer.param_groups for p in g["params"]]
     assert all(p.dtype == torch.float32 for p in main)
-    before, digest = [p.detach().clone() for p in main], t.policy()["digest"]
+    cast = list(t.actor.model.parameters())
+    before = [[p.detach().clone() for p in group] for group in (main, cast)]
     t.train(replayed(t, batch()), 0)
-    assert any(not torch.equal(a, b) for a, b in zip(before, main, strict=True))
-    unchanged = t.policy()["digest"] == digest
-    assert unchanged, "a step of 1e-5 should be lost in the cast to bf16"
+    moved = [
+        sum(int((a != b).sum()) for a, b in zip(old, new, strict=True)) for old, new in zip(before, (main, cast), strict=True)
+    ]
+    assert moved[0] > 100 * max(1, moved[1]), f"{moved[0]} main parameters moved, {moved[1]} of their casts"
