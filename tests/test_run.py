@@ -80,23 +80,41 @@ def test_evaluation_changes_no_rollout_and_no_parameter(grpo, tmp_path):
     assert checkpoint.read_state(run, 2)["tensors"] == checkpoint.read_state(tmp_path / "bare", 2)["tensors"]
 
 
+FLIP = """
+import importlib.abc, importlib.machinery, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "algorithms":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            inner = module.ppo_loss
+
+            def ppo_loss(*args):
+                loss, metrics = inner(*args)
+                return -loss, metrics
+
+            module.ppo_loss = ppo_loss
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
 def test_replacing_a_loss_of_algorithms_changes_the_run(grpo, tmp_path):
     """The trainer has no loss of its own: a child in which `algorithms.ppo_loss` is another function trains otherwise."""
     run, _, args = grpo
     seam = tmp_path / "seam"
     seam.mkdir()
-    (seam / "algorithms.py").write_text(
-        f"exec(compile(open({str(job.ROOT / 'algorithms.py')!r}).read(), 'algorithms.py', 'exec'))\n"
-        "_ppo_loss = ppo_loss\n"
-        "def ppo_loss(*args):\n    loss, metrics = _ppo_loss(*args)\n    return -loss, metrics\n"
-    )
+    (seam / "sitecustomize.py").write_text(FLIP)  # Ray's workers inherit the path, and import it at their start
     bare = args[: args.index("--eval-data")]
-    driver = f"import sys; sys.path.insert(0, {str(seam)!r}); " + job.DRIVER
-    original, job.DRIVER = job.DRIVER, driver
-    try:
-        code, output = job.run(*bare, "--output", str(tmp_path / "run"), PYTHONPATH=f"{seam}{os.pathsep}{job.ROOT}")
-    finally:
-        job.DRIVER = original
+    code, output = job.run(*bare, "--output", str(tmp_path / "run"), PYTHONPATH=f"{seam}{os.pathsep}{job.ROOT}")
     assert code == 0, output
     first, other = (job.rows(r / "metrics.jsonl")[0] for r in (run, tmp_path / "run"))
     assert first["grad_norm"] == pytest.approx(other["grad_norm"]) and first["grad_norm"] > 0
