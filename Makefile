@@ -19,7 +19,7 @@ demo: setup
 	@rm -rf runs/demo
 	@$(PY) run.py --algorithm grpo --model examples/tiny/model --data examples/tiny/train.jsonl \
 	  --eval-data examples/tiny/heldout.jsonl --output runs/demo --updates 140 --rollout-batch-size 8 \
-	  --n-samples-per-prompt 8 --max-prompt-len 32 --max-response-len 16 --optimizer adam --lr 2e-4 --save-interval 70
+	  --n-samples-per-prompt 8 --max-prompt-len 32 --max-response-len 16 --optimizer adam --lr 1e-4 --save-interval 70
 
 test: setup
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -q --durations=12
@@ -31,4 +31,4 @@ lint: setup
 	@$(PY) -m ruff check .
 
 bench: setup
-	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+	@$(PY) benchmarks/update.py

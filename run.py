@@ -66,11 +66,15 @@ class Recipe:
     clip: float = option(0.2, "epsilon of the policy ratio's clip (ppo, grpo, dppo)", "training")
     kl_budget: float = option(None, "flow-dppo: largest KL before outward steps are blocked (0.01)", "training", kind=float)
     precision: str = option("fp32", "weights and arithmetic of trainer and engine", "training", ("fp32", "bf16", "fp16"))
-    matmul_precision: str = option("highest", "FP32 matrix products: highest (IEEE) or high (TF32)", "training", ("highest", "high"))
+    matmul_precision: str = option(
+        "highest", "FP32 matrix products: highest (IEEE) or high (TF32)", "training", ("highest", "high")
+    )
     recompute: bool = option(False, "recompute each layer's activations in the backward pass", "training")
     offload_train: bool = option(False, "keep only the network at work (actor or critic) on the GPU", "training")
     micro_batch_tokens: int = option(16384, "tokens of one packed micro-batch", "training")
-    max_logprob_error: float = option(None, "replay guard: trainer against rollout (1e-3 in FP32, else 0.03)", "training", kind=float)
+    max_logprob_error: float = option(
+        None, "replay guard: trainer against rollout (1e-3 in FP32, else 0.03)", "training", kind=float
+    )
     train_env_vars: str = option("{}", "JSON object of environment variables, set in the trainer before torch starts", "training")
 
     eval_data: str = option(None, "held-out JSONL, evaluated at start and end", "evaluation", kind=str)
@@ -129,7 +133,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     if need:
         raise ValueError(f"--{need[0]} is missing")
     grpo = r.algorithm == "grpo"
-    for name, belongs in (("critic_lr", not grpo), ("kl_budget", r.algorithm == "flow-dppo"), ("clip", r.algorithm != "flow-dppo")):
+    flow = r.algorithm == "flow-dppo"
+    for name, belongs in (("critic_lr", not grpo), ("kl_budget", flow), ("clip", not flow)):
         if name in given and values.get(name) is not None and not belongs:
             raise ValueError(f"--{name.replace('_', '-')} is no setting of --algorithm {r.algorithm}")
     if r.offload_train and grpo:

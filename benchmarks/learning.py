@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny"
 COMMON = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--eval-data", str(TINY / "heldout.jsonl"),
-          "--max-prompt-len", "32", "--max-response-len", "16", "--optimizer", "adam", "--lr", "2e-4", "--save-interval", "1000"]  # fmt: skip
+          "--max-prompt-len", "32", "--max-response-len", "16", "--optimizer", "adam", "--lr", "2e-4", "--save-interval", "1000"]  # fmt: skip  # noqa: E501
 # 64 completions an update for all: grpo as 8 groups of 8, the others as 64 prompts of one completion each.
 CRITIC = ["--updates", "100", "--rollout-batch-size", "64"]
 SETTINGS = {
@@ -50,7 +50,7 @@ def train(algorithm: str, seed: int, run: Path) -> dict:
     }
     gain = result["after"]["accuracy"] - result["before"]["accuracy"]
     print(f"{algorithm:10} seed {seed}: {result['before']['accuracy']:.1%} -> {result['after']['accuracy']:.1%}"
-          f" ({gain * 100:+.1f} points, greedy {result['after']['greedy']:.1%}) in {result['seconds']:.0f} s", flush=True)  # fmt: skip
+          f" ({gain * 100:+.1f} points, greedy {result['after']['greedy']:.1%}) in {result['seconds']:.0f} s", flush=True)  # fmt: skip  # noqa: E501
     return result
 
 

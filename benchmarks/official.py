@@ -98,7 +98,9 @@ def main() -> None:
         if evidence["whole"]["exit"] == 0 and not options.only_whole:
             evidence["stopped"] = run(*common, "--output", str(broken), "--stop-after", "2")
             evidence["resumed"] = run("--resume", "--output", str(broken))
-            audit = subprocess.run([sys.executable, "audit.py", str(whole), str(broken)], cwd=ROOT, capture_output=True, text=True)
+            audit = subprocess.run(
+                [sys.executable, "audit.py", str(whole), str(broken)], cwd=ROOT, capture_output=True, text=True
+            )
             evidence["audit"] = {"exit": audit.returncode, "table": audit.stdout.splitlines()[2:]}
             print(audit.stdout, audit.stderr, flush=True)
         for path in (whole, broken):

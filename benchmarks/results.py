@@ -1,6 +1,6 @@
 """Write RESULTS.md from the JSON evidence under results/: nothing in it is typed by hand.
 
-    python benchmarks/results.py
+python benchmarks/results.py
 """
 
 import json
@@ -18,7 +18,12 @@ def load(name: str) -> dict | None:
 
 
 def table(head: list[str], rows: list[list]) -> list[str]:
-    return ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *("| " + " | ".join(map(str, r)) + " |" for r in rows), ""]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
+        *("| " + " | ".join(map(str, r)) + " |" for r in rows),
+        "",
+    ]
 
 
 def official() -> list[str]:
@@ -60,13 +65,20 @@ def official() -> list[str]:
     ]
     for a, e in found.items():
         if e and "audit" in e:
-            lines += [f"`audit.py` of `{a}`, uninterrupted against `--stop-after 2` and `--resume` in a fresh process:", "", "```"]
+            lines += [
+                f"`audit.py` of `{a}`, uninterrupted against `--stop-after 2` and `--resume` in a fresh process:",
+                "",
+                "```",
+            ]
             lines += [*(x.rstrip() for x in e["audit"]["table"]), "```", ""]
             lines += [f"Published digests: {', '.join(c['digest'][:16] + '…' for c in e['commits'])}", ""]
     budget = [[f"`{a}`", e["checkpoint_gb"], e["whole"]["seconds"], e["stopped"]["seconds"], e["resumed"]["seconds"]]
               for a, e in found.items() if e and "stopped" in e]  # fmt: skip
     if budget:
-        lines += ["Disk: one checkpoint is kept, and a second stands beside it while it is written; host memory holds one snapshot.", ""]
+        lines += [
+            "Disk: one checkpoint is kept, and a second stands beside it while it is written; host memory holds one snapshot.",
+            "",
+        ]
         lines += table(["algorithm", "checkpoint GB", "whole run s", "--stop-after 2 s", "--resume s"], budget)
     return lines
 
