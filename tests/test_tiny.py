@@ -80,9 +80,8 @@ def test_labels_are_the_answers():
 
 
 def test_labels_are_graded_as_right_when_boxed_and_as_wrong_when_bare_or_off():
-    reward = pytest.importorskip("reward")
-    if not hasattr(reward, "Grader"):
-        pytest.skip("reward.Grader is not there")
+    import reward
+
     some = HELD_OUT[:8]
     answers = [f"\\boxed{{{row['label']}}}" for row in some]
     answers += [row["label"] for row in some] + [f"\\boxed{{{int(row['label']) + 1}}}" for row in some]
