@@ -1,6 +1,7 @@
 # Everything runs from a .venv in the checkout; the stamp file keeps a second run from installing again.
 PYTHON ?= python3
 VENV = .venv
+BENCH = .venv-bench
 STAMP = $(VENV)/.installed
 PY = $(VENV)/bin/python
 .PHONY: setup demo test test-slow lint bench
@@ -30,5 +31,13 @@ test-slow: setup
 lint: setup
 	@$(PY) -m ruff check .
 
-bench: setup
-	@$(PY) benchmarks/update.py
+# TRL=1 measures TRL's GRPOTrainer too, from a venv that holds the extra `bench` and nothing of ours.
+bench: setup $(if $(TRL),$(BENCH)/.installed)
+	@$(PY) benchmarks/update.py $(if $(TRL),--trl $(BENCH)/bin/python)
+
+$(BENCH)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -q --upgrade 'pip==26.3'
+	@$(BENCH)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench"], sep="\n")' > $(BENCH)/requirements.txt
+	$(BENCH)/bin/python -m pip install -q -c constraints.txt -r $(BENCH)/requirements.txt
+	@touch $@

@@ -655,10 +655,31 @@ def _looped_model_class() -> type:
             grad = grad.index_select(0, ctx.packing.source)
             return (grad if ctx.packing.padding is None else grad.masked_fill_(ctx.packing.padding, 0)), None
 
+    class Rotate(torch.autograd.Function):
+        """Half-split RoPE of [T, 1, heads, d] in float32; cos and sin [T, 1, 1, d/2]. Its backward turns the other way.
+
+        Megatron's own takes cosine and sine anew in every layer, casts them to half precision, and keeps six tensors of
+        the size of `x` for the backward pass."""
+
+        @staticmethod
+        def forward(ctx, x, cos, sin):
+            ctx.cos, ctx.sin = cos, sin
+            left, right = x.chunk(2, dim=-1)
+            out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)
+            first, second = out.chunk(2, dim=-1)
+            torch.mul(left, cos, out=first).addcmul_(right, sin, value=-1)
+            torch.mul(right, cos, out=second).addcmul_(left, sin)
+            return out.to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Rotate.apply(grad, ctx.cos, -ctx.sin), None, None
+
     class PackedAttention(MegatronModule):
         """Causal attention within each packed sequence; Megatron hands our `Packing` through as `attention_mask`.
 
-        query [T, 1, heads/tp, d], key and value [T, 1, kv_heads/tp, d] -> [T, 1, heads/tp * d]; scale 1/sqrt(d).
+        query [T, 1, heads/tp, d], key and value [T, 1, kv_heads/tp, d] -> [T, 1, heads/tp * d]; scale 1/sqrt(d). Queries
+        and keys are rotated here (RoPE).
         """
 
         def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
@@ -667,6 +688,7 @@ def _looped_model_class() -> type:
         def forward(self, query, key, value, attention_mask, **_):
             packing: Packing = attention_mask
             heads, groups, d = query.size(2), key.size(2), query.size(3)
+            query, key = (Rotate.apply(x, packing.cos, packing.sin) for x in (query, key))
             q, k, v = (Pad.apply(x.squeeze(1), packing) for x in (query, key, value))
             if groups != heads:
                 # Keys and values are expanded: the memory-efficient kernel, the only fused one for float32 on CUDA,
@@ -765,21 +787,21 @@ def _looped_model_class() -> type:
             # loading through the meta device can leave it uninitialised.
             d = self.native.head_dim
             power = torch.arange(0, d, 2, dtype=torch.float32, device=weight.device) / d
-            angles = packing.position.float()[:, None] * (1.0 / self.native.rope_theta**power)
-            angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+            angle = packing.position.float()[:, None, None, None] * (1.0 / self.native.rope_theta**power)
+            packing.cos, packing.sin = angle.cos(), angle.sin()
 
             hidden = self.embedding(tokens.to(weight.device, non_blocking=True)[:, None])
             for loop in range(self.native.num_loops):
                 for layer in self.layers:
-                    hidden = self._visit(layer, hidden, packing, angles)
+                    hidden = self._visit(layer, hidden, packing)
                 if loop == self.native.num_loops - 1 or not self.native.skip_loop_final_norm:
                     hidden = self.final_norm(hidden)
             hidden = hidden.squeeze(1)
             return hidden if rows is None else hidden.index_select(0, rows.to(weight.device, non_blocking=True))
 
-        def _visit(self, layer, hidden, packing, angles):
+        def _visit(self, layer, hidden, packing):
             def run(hidden):
-                return layer(hidden, attention_mask=packing, rotary_pos_emb=angles)[0]
+                return layer(hidden, attention_mask=packing)[0]
 
             if self.recompute and torch.is_grad_enabled():
                 return checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)  # there is no dropout

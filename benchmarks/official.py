@@ -86,27 +86,33 @@ def main() -> None:
         for path in (whole, broken):
             shutil.rmtree(path, ignore_errors=True)
         evidence = {"algorithm": algorithm, "command": ["python", "run.py", *common], "shape": shape}
-        evidence["whole"] = run(*common, "--output", str(whole))
+
+        def keep(part: str, value, evidence=evidence, algorithm=algorithm) -> None:
+            """Evidence is written as it comes: a machine may be taken away half way."""
+            evidence[part] = value
+            path = options.out / f"{algorithm}{options.name}.json"
+            text = json.dumps(evidence, indent=1).replace(f"{options.work}/", "WORK/").replace(options.model, "MODEL")
+            path.write_text(text + "\n")
+
+        keep("whole", run(*common, "--output", str(whole)))
         if evidence["whole"]["exit"] == 0:
-            evidence["record"] = {k: v for k, v in json.loads((whole / "run.json").read_text()).items() if k != "contents"}
-            evidence["metrics"] = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-            evidence["commits"] = [json.loads(x) for x in (whole / "publications" / "commits.jsonl").read_text().splitlines()]
+            keep("record", {k: v for k, v in json.loads((whole / "run.json").read_text()).items() if k != "contents"})
+            keep("metrics", [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()])
+            keep("commits", [json.loads(x) for x in (whole / "publications" / "commits.jsonl").read_text().splitlines()])
             checkpoint = whole / "checkpoints" / "000003"
-            evidence["checkpoint_gb"] = round(sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()) / 1e9, 2)
+            keep("checkpoint_gb", round(sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()) / 1e9, 2))
             for network in ("actor", "critic"):
                 shutil.rmtree(checkpoint / network, ignore_errors=True)
         if evidence["whole"]["exit"] == 0 and not options.only_whole:
-            evidence["stopped"] = run(*common, "--output", str(broken), "--stop-after", "2")
-            evidence["resumed"] = run("--resume", "--output", str(broken))
+            keep("stopped", run(*common, "--output", str(broken), "--stop-after", "2"))
+            keep("resumed", run("--resume", "--output", str(broken)))
             audit = subprocess.run(
                 [sys.executable, "audit.py", str(whole), str(broken)], cwd=ROOT, capture_output=True, text=True
             )
-            evidence["audit"] = {"exit": audit.returncode, "table": audit.stdout.splitlines()[2:]}
+            keep("audit", {"exit": audit.returncode, "table": audit.stdout.splitlines()[2:]})
             print(audit.stdout, audit.stderr, flush=True)
         for path in (whole, broken):
             shutil.rmtree(path, ignore_errors=True)
-        name = options.out / f"{algorithm}{options.name}.json"
-        name.write_text(json.dumps(evidence, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,29 @@ def official() -> list[str]:
     return lines
 
 
+def precision() -> list[str]:
+    lines = ["## Trainer against engine, by precision", ""]
+    rows = []
+    for name, where in (("official-h200", "official shape, random weights, H200"), ("tiny-h200", "tiny trained model, H200")):
+        e = load(f"precision-{name}.json")
+        if not e:
+            rows.append([where, "not run", "", "", ""])
+            continue
+        for kind, r in e["by_precision"].items():
+            bound = 1e-3 if kind == "fp32" else 0.03
+            held = "not run" if "max" not in r else "yes" if r["max"] <= bound else "**no**"
+            gaps = [f"{r[k]:.1e}" if k in r else "" for k in ("max", "mean")]
+            rows.append([where, kind, *gaps, f"{bound:g}: {held}"])
+    lines += table(["model", "precision", "largest gap", "mean gap", "within the bound"], rows)
+    lines += ["A selected log-probability, trainer against engine, over two GRPO updates; made by `benchmarks/precision.py`."
+              " Where the bound does not hold the replay guard stops a run, unless `--max-logprob-error` is raised.", ""]  # fmt: skip
+    for name, where in (("official-h200", "official shape"), ("tiny-h200", "tiny model")):
+        if (e := load(f"precision-{name}.json")) and "float64" in e:
+            far = "; ".join(f"{who} {g['max']:.1e} (mean {g['mean']:.1e})" for who, g in e["float64"].items())
+            lines += [f"FP32 against an independent float64 forward, {where}, largest: {far}.", ""]
+    return lines
+
+
 def learning() -> list[str]:
     e = load("learning.json")
     lines = ["## Each algorithm learns", ""]
@@ -106,6 +129,68 @@ def learning() -> list[str]:
     return [*lines, "![training reward](results/learning.png)", ""]
 
 
+def update() -> list[str]:
+    e = load("update.json")
+    lines = ["## One update on CPU, beside TRL", ""]
+    if not e:
+        return [*lines, "Not run.", ""]
+    s, m = e["shape"], e["machine"]
+    lines += [
+        f"GRPO, {s['prompts']} prompts × {s['completions']} completions × {s['tokens']} tokens, hidden {s['hidden_size']},"
+        f" {s['num_hidden_layers']} layers × {s['num_loops']} loops, FP32, on {m['cores']} cores ({m['cpu']}). TRL is"
+        f" `GRPOTrainer` with Transformers generation and a Llama of {s['num_hidden_layers'] * s['num_loops']} layers; both take"
+        f" turns on the same machine. Seconds: median (least to most). Made by `make bench TRL=1`.",
+        "",
+    ]
+    show = lambda x: f"{x['median']:.3f} ({x['min']:.3f} to {x['max']:.3f})" if x else ""  # noqa: E731
+    rows = []
+    for who in ("ours", "trl"):
+        found = e.get(who)
+        used = found and (found.get("versions") or e["versions"])
+        name = who if not used else f"{who}, " + ", ".join(f"{k} {v}" for k, v in used.items())
+        if not found:
+            rows.append([name, "not run", "", "", "", ""])
+            continue
+        share = found.get("outside_rollout_and_train")
+        share = f"{share['median']:.1%}" if share else "not told apart"
+        parts = [show(found["phases"].get(phase)) for phase in ("rollout", "train", "publish")]
+        rows.append([name, f"{show(found['update'])}, {found['update']['count']} counted", *parts, share])
+    lines += table(["", "update", "rollout", "train", "publish", "outside rollout and train"], rows)
+    rate = s["prompts"] * s["completions"] * s["tokens"] / e["ours"]["phases"]["rollout"]["median"]
+    sentence = f"The rollout gives {rate:,.0f} tokens/s, the engine alone {e['engine']['tokens_per_second']:,.0f}."
+    if ratio := e.get("ratio"):
+        rounds = ", ".join(f"{r:.2f}" for r in ratio["rounds"])
+        sentence += f" Ours takes **{ratio['median']:.2f}** times as long as TRL (medians of all; round by round {rounds})."
+    return [*lines, sentence, ""]
+
+
+def loss_memory() -> list[str]:
+    found = load("loss_memory.json") or {}
+    lines = ["## Memory of the loss at the official vocabulary", ""]
+    rows, counts = [], []
+    for device in ("cpu", "cuda"):
+        e = found.get(device)
+        if not e:
+            rows.append([device])
+            continue
+        where = e["machine"].get("card", e["machine"]["cpu"])
+        for name, measured in e["algorithms"].items():
+            counts = [m["tokens"] for m in measured]
+            frozen = measured[-1]["frozen_host_gib"]
+            rows.append([f"`{name}`, {device} ({where}, torch {e['versions']['torch']})",
+                         *(f"{m['loss_gib']:.2f}" for m in measured), f"{frozen:.2f}" if frozen else "none"])  # fmt: skip
+        lines += [
+            f"{device}: vocabulary {e['vocabulary']:,}, FP32; GiB at the peak of an optimizer step (forward, backward, step)"
+            f" beyond weights and gradient buffers, promised at most {e['promise_gib']:.0f} at 8,192 response tokens.",
+            "",
+        ]
+    if not counts:
+        return [*lines, "Not run.", ""]
+    rows = [row if len(row) > 1 else [*row, "not run", *[""] * len(counts)] for row in rows]
+    lines += table(["algorithm", *(f"{n:,} tokens" for n in counts), f"frozen on the host at {counts[-1]:,}"], rows)
+    return [*lines, "What is subtracted and what is not: see `benchmarks/loss_memory.py`, which makes these.", ""]
+
+
 def main() -> None:
     lines = [
         "# Results",
@@ -116,7 +201,10 @@ def main() -> None:
         " was not run says so.",
         "",
         *official(),
+        *precision(),
         *learning(),
+        *update(),
+        *loss_memory(),
     ]
     (ROOT / "RESULTS.md").write_text("\n".join(lines))
 
