@@ -9,8 +9,8 @@ Compared are completions (prompts, tokens, log-probabilities, rewards, finish re
 which a resume raises), the metrics that a repetition must reproduce (times are not among them), the digests of the
 published policies, and what state.json holds of each checkpoint that both runs kept: dataset cursor and one digest for
 every full, unsharded tensor. That makes the parallel layout, files and shards irrelevant, and the tensor files
-themselves unnecessary: they may have been deleted to save room. With `--values` the first differing tensor is looked up
-in the tensor files, where both runs still have them, and its first differing element is printed.
+themselves unnecessary: they may have been deleted to save room. Of the first differing tensor the first differing
+element is printed, where both runs still have the tensor files and torch is installed; `--no-values` leaves that out.
 
 A run that is going on can be audited: the updates complete so far are looked at, and the table says how many.
 What a run contains is text that a model wrote; nothing of it is printed without escaping.
@@ -328,11 +328,11 @@ def _state_differences(
 
 def _element(a: RunFiles, b: RunFiles, updates: int, kind: str, name: str) -> str:
     """The first differing element of one tensor, in words."""
-    import torch
-
     try:
+        import torch
+
         x, y = (load_tensor(run.path, updates, kind, name) for run in (a, b))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         return f"values unknown: {safe(str(error), 160)}"
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"{x.dtype} {tuple(x.shape)} | {y.dtype} {tuple(y.shape)}"
@@ -626,7 +626,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run directory (the --output of run.py)")
     parser.add_argument("other", metavar="RUN_B", nargs="?", help="second run directory, to be compared with the first")
-    parser.add_argument("--values", action="store_true", help="look a differing tensor up in the tensor files")
+    parser.add_argument(
+        "--values",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print the first differing element of a tensor, from the tensor files",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the table there as JSON, too")
     asked = parser.parse_args(arguments)
     try:

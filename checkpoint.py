@@ -18,6 +18,8 @@ as in safetensors and on every machine this runs on.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -25,10 +27,11 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -252,6 +255,37 @@ def _whole_lines(fd: int) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def writing(path: Path, size: int) -> Iterator[None]:
+    """Around a library that writes about `size` bytes at `path`, a file or a directory, and may not say why it failed.
+
+    On a full disk torch's zip writer says "unexpected pos 704 vs 598", and safetensors raises no OSError. So: on an
+    error, what it left at `path` is removed, and where `size` bytes cannot be reserved there either, the error becomes
+    the OSError that names the path and says so. Other errors pass, but for torch's CheckpointException, which is no
+    Exception (torch 2.13) and would end the process: it becomes a RuntimeError.
+    """
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else _remove_file(path)
+        try:
+            _reserve(path.with_name(f".{path.name}.{os.getpid()}.tmp"), size)
+        except OSError as cause:
+            raise _named(cause, path) from error
+        if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+            raise
+        raise RuntimeError(f"{path}: cannot be written ({str(error).strip().splitlines()[-1]})") from error
+
+
+def _reserve(path: Path, size: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.posix_fallocate(fd, 0, max(1, size))
+    finally:
+        os.close(fd)
+        _remove_file(path)
+
+
 def _named(error: OSError, path: Path) -> OSError:
     """The same error with the file it concerns and, for a full disk, what to do."""
     hint = ""
@@ -394,6 +428,16 @@ def compare_recipes(saved: Mapping[str, Any], asked: Mapping[str, Any], free: se
     return found
 
 
+def compare_contents(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The same for the inputs, which go by content: digests, or of a folder one fact for each of its files."""
+
+    def flat(contents: Mapping[str, Any]) -> dict[str, Any]:
+        folders = {name: value if isinstance(value, Mapping) else {"": value} for name, value in contents.items()}
+        return {f"{name} {file}".rstrip(): value for name, files in folders.items() for file, value in files.items()}
+
+    return compare_recipes(flat(saved), flat(asked), set())
+
+
 class RunLock:
     """Kernel locks held until `release` or the death of this process (and of children it forked without exec)."""
 
@@ -463,7 +507,33 @@ def hold_run(run: Path | str, owner: str | None = None) -> RunLock:
     except BaseException:
         os.close(fd)
         raise
+    _end_forks_with_parent()
     return RunLock([fd], owner or "")
+
+
+def _end_forks_with_parent() -> None:
+    """Has the kernel kill every later fork of this process when the thread that forked it ends.
+
+    Megatron forks the writers of a checkpoint and feeds them through queues (0.16.1). When their parent is killed they
+    wait for it forever, and the lock that they inherited would keep every resume out.
+    """
+    global _parent
+    if _parent is None:
+        libc, _parent = ctypes.CDLL(None), os.getpid()
+
+        def before() -> None:
+            global _parent
+            _parent = os.getpid()
+
+        def in_child() -> None:
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != _parent:  # it was killed before the line above
+                os._exit(1)
+
+        os.register_at_fork(before=before, after_in_child=in_child)
+
+
+_parent: int | None = None  # the process that forks, once `_end_forks_with_parent` has been called
 
 
 def is_locked(run: Path | str) -> bool:

@@ -212,7 +212,7 @@ def check(r: Recipe) -> Inputs:
         "model": model_content(Path(r.model)),
         "data": data.file_digest(r.data),
         "eval_data": data.file_digest(r.eval_data) if r.eval_data else None,
-        "reward": reward.reward_source(r.reward)[1] if r.reward else None,
+        "reward": f"{reward.reward_source(r.reward)[1]}:{r.reward.rpartition(':')[2]}" if r.reward else None,
     }
     return Inputs(config, tokenizer, prompts, held_out, contents)
 
@@ -280,6 +280,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
+            matmul_precision=r.matmul_precision,
             device=device,
             max_model_len=r.max_prompt_len + r.max_response_len,
             max_num_seqs=r.max_num_seqs,
@@ -622,6 +623,7 @@ def main(argv: list[str]) -> int:
         changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE)
         if changed:
             raise ValueError("--resume: " + "; ".join(f"{n}: the run has {a!r}, asked {b!r}" for n, a, b in changed))
+        r = dataclasses.replace(r, device=saved["device"])  # what `auto` was: another device would round otherwise
     else:
         r = resolve(given, names)
         if checkpoint.holds_run(run):
@@ -634,9 +636,9 @@ def main(argv: list[str]) -> int:
         start, cursor, state, epoch = 0, 0, None, 0
         threads = os.cpu_count()
         if saved:
-            changed = [k for k, v in saved["contents"].items() if inputs.contents.get(k) != v]
-            if changed:
-                raise ValueError(f"--resume: the content of --{changed[0].replace('_', '-')} is not what the run began with")
+            if changed := checkpoint.compare_contents(saved["contents"], inputs.contents):
+                found = "; ".join(f"{name}: the run began with {a!r}, now it is {b!r}" for name, a, b in changed)
+                raise ValueError(f"--resume: other content: {found}")
             lock = stack.enter_context(checkpoint.lock_run(run, wait_s=30))
             found = checkpoint.newest_checkpoint(run, lambda text: print(text, flush=True))
             if found:
@@ -668,7 +670,12 @@ def main(argv: list[str]) -> int:
         ray.get([actor.hold.remote(str(run.absolute()), lock.owner) for actor in (at.trainer, at.engine)])
         if state:
             ray.get(at.trainer.load.remote(str(run.absolute()), start))
-        code = train(r, inputs, at, grader, start, cursor, stop)
+        try:
+            code = train(r, inputs, at, grader, start, cursor, stop)
+        except BaseException:
+            with contextlib.suppress(Exception):  # a fault elsewhere does not cost the checkpoint that is being written
+                ray.get(at.trainer.wait_for_checkpoint.remote())
+            raise
     if code == 0 and not (r.stop_after and r.stop_after < r.updates):
         summary(run)
     return code

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import pickle
 import random
 import threading
 import time
@@ -558,7 +559,9 @@ class Trainer:
             return {**manifest, "location": ipc_handles(provider.native_views(self.actor.model))}
         path = Path(location)
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().cpu().contiguous() for n, t in provider.export_native(self.actor.model)}, path)
+        tensors = {n: t.detach().cpu().contiguous() for n, t in provider.export_native(self.actor.model)}
+        with checkpoint.writing(path, sum(t.nbytes for t in tensors.values())):
+            save_file(tensors, path)
         return {**manifest, "location": str(path)}
 
     # -- checkpoints --
@@ -711,9 +714,15 @@ def write_state(staging: Path, name: str, state: dict) -> None:
     # Megatron 0.16.1 passes the writers' results through a manager process of its own, which would re-import this
     # program and outlive a kill. A synchronous save reads them in this very process: a plain queue does.
     filesystem_async._results_queue = queue.Queue()
-    (staging / name).mkdir()
-    with megatron_cpu.enable():
+    size = sum(x.data.nbytes for x in _sharded(state) if torch.is_tensor(x.data))
+    with checkpoint.writing(staging, size), megatron_cpu.enable():
+        (staging / name).mkdir()
         dist_checkpointing.save(state, str(staging / name))
+        # torch notes in its index where it wrote. A run directory may be moved, so nothing in it says where it lies.
+        index = staging / name / ".metadata"
+        facts = pickle.loads(index.read_bytes())
+        facts.storage_meta = None
+        index.write_bytes(pickle.dumps(facts))
 
 
 def _sharded(tree):

@@ -97,8 +97,11 @@ def precision() -> list[str]:
             gaps = [f"{r[k]:.1e}" if k in r else "" for k in ("max", "mean")]
             rows.append([where, kind, *gaps, f"{bound:g}: {held}"])
     lines += table(["model", "precision", "largest gap", "mean gap", "within the bound"], rows)
-    lines += ["A selected log-probability, trainer against engine, over two GRPO updates; made by `benchmarks/precision.py`."
-              " Where the bound does not hold the replay guard stops a run, unless `--max-logprob-error` is raised.", ""]  # fmt: skip
+    lines += [
+        "A selected log-probability, trainer against engine, over two GRPO updates; made by `benchmarks/precision.py`. Where the"
+        " bound does not hold the replay guard stops a run, unless `--max-logprob-error` is raised.",
+        "",
+    ]
     for name, where in (("official-h200", "official shape"), ("tiny-h200", "tiny model")):
         if (e := load(f"precision-{name}.json")) and "float64" in e:
             far = "; ".join(f"{who} {g['max']:.1e} (mean {g['mean']:.1e})" for who, g in e["float64"].items())

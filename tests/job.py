@@ -10,13 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny"
-DRIVER = "import os, sys; os.environ['KILL_DRIVER'] = str(os.getpid()); import run; sys.exit(run.command(sys.argv[1:]))"
+DRIVER = "import os, sys; os.environ['SEAM_DRIVER'] = str(os.getpid()); import run; sys.exit(run.command(sys.argv[1:]))"
 
 # Small, but with gradients: Adam at a visible rate, prompts × completions even for flow-dppo.
 SMALL = [
     "--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--max-prompt-len", "32",
     "--max-response-len", "12", "--rollout-batch-size", "4", "--lr", "1e-3",
 ]  # fmt: skip
+
+
+def seam(*points: str) -> dict[str, str]:
+    """Environment that puts tests/seam/sitecustomize.py in place, with these points."""
+    return {"PYTHONPATH": f"{ROOT / 'tests' / 'seam'}{os.pathsep}{ROOT}", "SEAM": " ".join(points)}
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -48,7 +53,20 @@ def run(*args: str, timeout: float = 300, **extra: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def audit(*runs: Path) -> tuple[int, str]:
+def living(driver: int) -> list[int]:
+    """Processes, zombies apart, of the session that `start` opened for this driver: itself, Ray's, trainer and engine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdecimal() and int(session) == driver and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def audit(*runs: Path | str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "audit.py", *map(str, runs)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
     )

@@ -674,9 +674,9 @@ def test_a_full_disk_is_a_clear_error_and_the_run_resumes_once_there_is_room(tmp
 
 def hold(run: str, kind: str, owner: str = "") -> None:
     """Child process: takes a lock, says so, and sleeps until killed."""
-    lock = checkpoint.hold_run(run, owner or None) if kind == "worker" else checkpoint.lock_run(run)
+    lock = checkpoint.hold_run(run, owner or None) if kind.startswith("worker") else checkpoint.lock_run(run)
     said = lock.owner
-    if kind == "forks" and (said := os.fork()) == 0:
+    if kind in ("forks", "worker forks") and (said := os.fork()) == 0:
         time.sleep(60)
     if kind == "executes":
         said = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL).pid
@@ -754,6 +754,14 @@ def test_a_forked_child_keeps_the_lock_and_an_executed_program_does_not(tmp_path
     os.kill(int(parent.owner), signal.SIGKILL)
     checkpoint.lock_run(tmp_path, wait_s=5).release()
     parent.stdout.close()
+
+
+def test_a_fork_of_a_killed_worker_dies_with_it_and_keeps_no_lock(tmp_path):
+    checkpoint.create_run(tmp_path, {})
+    worker = holder(tmp_path, "worker forks")
+    refused(checkpoint.RunLocked, checkpoint.lock_run, tmp_path)
+    end(worker)
+    checkpoint.lock_run(tmp_path, wait_s=10).release()
 
 
 def test_a_start_removes_what_a_killed_one_left_half_written(tmp_path):

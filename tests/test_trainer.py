@@ -1,6 +1,9 @@
 """The trainer in one process: guards stop before the optimizer, snapshots stand still, layout of the batch changes nothing."""
 
+import contextlib
+import os
 import random
+import resource
 
 import job
 import pytest
@@ -137,6 +140,42 @@ def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates
     other.train(later[0], 2)
     assert other.policy()["digest"] == after
     assert t._facts() == other._facts()
+
+
+def test_a_full_disk_is_named_with_what_to_do_and_nothing_half_written_stays(tmp_path):
+    """A real limit on file sizes, first too small for the common state, then for the first tensors."""
+    run = tmp_path / "run"
+    checkpoint.create_run(run, {})
+    t = make("ppo")
+    checkpoint.append_rollouts(run, 0, [{}])
+    checkpoint.append_metrics(run, {"update": 0})
+    place = run / "publications" / "current.safetensors"
+
+    def save():
+        t.snapshot(str(run), 1)
+        t.write_checkpoint(str(run), 1, 8, 2)
+        t.wait_for_checkpoint()
+
+    writes = ((lambda: t.publish(1, "disk", str(place)), str(place)), (save, str(run / "checkpoints" / ".000001.tmp")))
+    for write, path in writes:
+        for size in (1000, 100_000):
+            with largest_file(size), pytest.raises(OSError, match=r"make room, then --resume the run") as caught:
+                write()
+            assert caught.value.filename == path
+            assert not os.listdir(os.path.dirname(path))
+        write()
+    checkpoint.verify_checkpoint(run, 1)
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """No file that this process writes may grow beyond `size` bytes meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_half_precision_moves_main_parameters_where_the_cast_does_not_move():

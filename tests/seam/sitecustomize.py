@@ -1,54 +1,89 @@
-"""Kill points for the crash tests, in place only where a test puts this folder on PYTHONPATH (Ray's workers inherit it).
+"""Faults for the crash tests, in place only where a test puts this folder on PYTHONPATH (Ray's workers inherit it).
 
-KILL_AT="module:name:when:nth" sends SIGKILL to the run's driver and then to this process at the nth call of
-`module.name` (a function, or Class.method): `before` it, `after` it, or `during` it (0.05 s after it began).
+SEAM="module:name:when:nth:do ..." acts at the nth call, in one process, of `module.name` (a function, Class.method, or
+a generator): `before` it, `after` it, `during` it (0.05 s after it began), or before its nth `item`. What it does:
+
+    kill         SIGKILL to the run's driver (SEAM_DRIVER, see job.py) and then to this process
+    die          SIGKILL to this process alone
+    interrupt    SIGINT to the driver's process group, as a terminal's Ctrl-C
+    terminate    SIGTERM to the driver
+    stall=S      this process waits there for S seconds
+    full=BYTES   from here on no file that this process writes may grow beyond BYTES
+
 The product has no code for this.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 
 
-def _kill() -> None:
-    for pid in (int(os.environ["KILL_DRIVER"]) if "KILL_DRIVER" in os.environ else os.getpid(), os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+def _act(what: str) -> None:
+    what, _, number = what.partition("=")
+    driver = int(os.environ.get("SEAM_DRIVER", os.getpid()))
+    if what in ("kill", "die"):
+        for pid in (driver, os.getpid()) if what == "kill" else (os.getpid(),):
+            os.kill(pid, signal.SIGKILL)
+    elif what == "interrupt":
+        os.killpg(driver, signal.SIGINT)
+    elif what == "terminate":
+        os.kill(driver, signal.SIGTERM)
+    elif what == "stall":
+        time.sleep(float(number))
+    elif what == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    else:
+        raise ValueError(what)
 
 
-def _patch(module, name: str, when: str, nth: int) -> None:
+def _patch(module, name: str, when: str, nth: int, what: str) -> None:
     owner = module
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
     inner, calls = getattr(owner, last), [0]
 
-    def wrapped(*args, **kwargs):
+    def reached() -> bool:
         calls[0] += 1
-        hit = calls[0] == nth
+        return calls[0] == nth
+
+    @functools.wraps(inner)
+    def items(*args, **kwargs):
+        for item in inner(*args, **kwargs):
+            if reached():
+                _act(what)
+            yield item
+
+    @functools.wraps(inner)  # Ray looks at an actor's signatures
+    def call(*args, **kwargs):
+        hit = reached()
         if hit and when == "before":
-            _kill()
+            _act(what)
         if hit and when == "during":
-            threading.Thread(target=lambda: (time.sleep(0.05), _kill()), daemon=True).start()
+            threading.Thread(target=lambda: (time.sleep(0.05), _act(what)), daemon=True).start()
         result = inner(*args, **kwargs)
         if hit and when == "after":
-            _kill()
+            _act(what)
         return result
 
-    setattr(owner, last, wrapped)
+    setattr(owner, last, items if when == "item" else call)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the named module as usual and patches it once it has run."""
+    """Finds the named modules as usual and patches each once it has run."""
 
-    def __init__(self, module: str, name: str, when: str, nth: int):
-        self.module, self.rest = module, (name, when, nth)
+    def __init__(self, points: list[list[str]]):
+        self.points = points
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != self.module:
+        here = [point[1:] for point in self.points if point[0] == fullname]
+        if not here:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         loader = spec.loader
@@ -56,12 +91,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            _patch(module, *self.rest)
+            for name, when, nth, what in here:
+                _patch(module, name, when, int(nth), what)
 
         loader.exec_module = exec_module
         return spec
 
 
-if at := os.environ.get("KILL_AT"):
-    _module, _name, _when, _nth = at.split(":")
-    sys.meta_path.insert(0, _Finder(_module, _name, _when, int(_nth)))
+if points := os.environ.get("SEAM", "").split():
+    sys.meta_path.insert(0, _Finder([point.split(":") for point in points]))
