@@ -247,6 +247,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
     import trainer
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps Ray from hiding GPUs with a warning
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15, which starves a run beside any other work
     # Ctrl-C reaches the whole foreground process group: Ray's processes, started here, inherit a blocked SIGINT.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
