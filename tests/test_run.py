@@ -1,5 +1,6 @@
 """The whole job through `run.py` in fresh processes: the loop, its record, bad input, and that the losses are the library's."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import job
 import pytest
 
 import checkpoint
+import run as command
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,62 @@ def test_bad_input_is_one_line_exit_code_2_and_no_run_directory(case, tmp_path):
     assert code == 2, output
     assert named in output.splitlines()[-1] and "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_config_file_gives_settings_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('algorithm = "ppo"\nlr = 1\nmax-prompt-len = 32\n[train_env_vars]\nA = "b"\n')
+    values, given = command.parse(["--config", str(file), "--lr", "0.5"])
+    assert values == {"algorithm": "ppo", "lr": 0.5, "max_prompt_len": 32, "train_env_vars": '{"A": "b"}'}
+    assert given == set(values)
+
+
+def test_the_record_of_a_run_can_be_given_back_as_its_config(grpo):
+    record = json.loads((grpo[0] / "run.json").read_text())
+    values, given = command.parse(["--config", str(grpo[0] / "run.json"), "--output", "elsewhere"])
+    again = command.resolve(values, given)
+    assert dataclasses.asdict(again) == {**record["recipe"], "output": "elsewhere", "resume": False, "dry_run": False}
+
+
+@pytest.mark.parametrize("text", ["lr = 'x'", "updates = 1.5", "colocate = 1", "learning_rate = 1", "algorithm = 'a2c'", "= 1"])
+def test_a_config_file_with_a_mistake_is_refused_by_name(text, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ValueError, match="bad.toml: "):
+        command.parse(["--config", str(tmp_path / "bad.toml")])
+
+
+def test_a_dry_run_prints_what_the_run_needs_and_makes_nothing(tmp_path):
+    code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), "--dry-run", timeout=60)
+    assert code == 0 and "678,784 parameters" in output and "4,200 prompts" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_readme_names_every_option():
+    readme = (job.ROOT / "README.md").read_text()
+    for field in dataclasses.fields(command.Recipe):
+        assert f"| `--{field.name.replace('_', '-')}` |" in readme
+
+
+EVERY = {
+    "loss", "entropy", "grad_norm", "kl_rollout", "reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction",
+    "max_logprob_error", "mean_logprob_error", "grader_limits", "seconds",
+}  # fmt: skip
+CRITIC = {"value_loss", "explained_variance", "critic_grad_norm"}
+OWN = {
+    "grpo": {"clip_fraction"},
+    "ppo": {"clip_fraction", *CRITIC},
+    "dppo": {"clip_fraction", "correction_clip_fraction", *CRITIC},
+    "flow-dppo": {"categorical_kl", "blocked_fraction", "loss_steps", "grad_norm_steps", *CRITIC},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OWN)
+def test_each_algorithm_reports_its_own_metrics(algorithm, tmp_path):
+    code, output = job.run("--algorithm", algorithm, *job.SMALL, "--updates", "1", "--output", str(tmp_path / "run"))
+    assert code == 0, output
+    (row,) = job.rows(tmp_path / "run" / "metrics.jsonl")
+    assert EVERY | OWN[algorithm] <= set(row)
 
 
 def test_too_few_resources_is_an_error_within_seconds_that_says_what_is_needed(tmp_path):
