@@ -511,6 +511,15 @@ def hold_run(run: Path | str, owner: str | None = None) -> RunLock:
     return RunLock([fd], owner or "")
 
 
+def log_output(run: Path | str, name: str) -> None:
+    """Sends what this process and the libraries in it print to RUN/logs/NAME.log, from now on."""
+    folder = Path(run) / "logs"
+    folder.mkdir(exist_ok=True)
+    with open(folder / f"{name}.log", "ab", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+
+
 def _end_forks_with_parent() -> None:
     """Has the kernel kill every later fork of this process when the thread that forked it ends.
 

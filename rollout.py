@@ -299,8 +299,10 @@ class RolloutEngine:
         return {"pid": os.getpid(), "vllm": self.engine_version, **self.revisions, "start_s": round(self.start_s, 2)}
 
     def hold(self, run: str, owner: str) -> None:
-        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6)."""
+        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6). From here on
+        what this process prints stands in RUN/logs."""
         self._lock = checkpoint.hold_run(run, owner)
+        checkpoint.log_output(run, "engine")
 
     # -- publication (the receiving end, DESIGN §5) --
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -49,6 +50,7 @@ class Recipe:
     updates: int = option(3, "updates in total", "what")
     reward: str = option(None, "module:function or file.py:function in place of Math-Verify on \\boxed{}", "what", kind=str)
     seed: int = option(42, "seed of sampling and of the trainer", "what")
+    track: str = option(None, "also show the run's numbers in Weights & Biases or trackio", "what", ("wandb", "trackio"), str)
     dry_run: bool = option(False, "check everything, print what the run will need, and end", "what")
 
     rollout_batch_size: int = option(4, "prompts an update", "rollout")
@@ -100,7 +102,7 @@ class Recipe:
 # What a resume may change (DESIGN §6). Paths of inputs are compared by content instead.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track",
 }  # fmt: skip
 
 
@@ -211,6 +213,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError(f"--stop-after {r.stop_after} lies beyond --updates {r.updates}")
     if r.eval_interval and not r.eval_data:
         raise ValueError("--eval-interval needs --eval-data")
+    if r.track and importlib.util.find_spec(r.track) is None:
+        raise ValueError(f"--track {r.track}: not installed; pip install -e '.[{r.track}]'")
     try:
         env = json.loads(r.train_env_vars)
     except ValueError as error:
@@ -595,10 +599,13 @@ class Clock:
 
 
 class Progress:
-    """A bar in a terminal, one line an update in a pipe."""
+    """A bar in a terminal, one line an update in a pipe; the numbers also go to TensorBoard, and to --track."""
 
     def __init__(self, r: Recipe, start: int):
+        import watch
+
         self.total, self.bar = r.updates, None
+        self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, dataclasses.asdict(r))
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -624,10 +631,12 @@ class Progress:
             self.bar.update()
         if after := row.get("eval", {}).get("after"):
             self.evaluation(f"after {after['updates']} updates", after)
+        self.watch(row)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+        self.close_watchers()
 
 
 def mean(values: list[float]) -> float:

@@ -323,8 +323,10 @@ class Trainer:
         self._digest_cache: dict | None = None
 
     def hold(self, run: str, owner: str) -> None:
-        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6)."""
+        """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6). From here on
+        what this process prints stands in RUN/logs."""
         self._lock = checkpoint.hold_run(run, owner)
+        checkpoint.log_output(run, "trainer")
 
     def _only(self, network: Network) -> Network:
         """Bring `network` to the device and, with --offload-train, send the other away first."""

@@ -12,6 +12,8 @@ import torch
 import checkpoint
 import trainer
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process():
@@ -25,7 +27,7 @@ def one_process():
 
 
 def make(algorithm="grpo", **changes) -> trainer.Trainer:
-    settings = {"optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "max_logprob_error": 1e9, **changes}
+    settings = {"device": DEVICE, "optimizer": "adam", "lr": 1e-3, "critic_lr": 1e-3, "max_logprob_error": 1e9, **changes}
     return trainer.Trainer(trainer.TrainerSettings(model=str(job.TINY / "model"), algorithm=algorithm, **settings))
 
 
@@ -48,7 +50,7 @@ def replayed(t: trainer.Trainer, rows: list[dict]) -> list[dict]:
     """The same completions with the log-probabilities that the trainer itself gives them."""
     rows = [{**row, "log_probs": [0.0] * len(row["response_tokens"])} for row in rows]
     old = {}
-    t._score(trainer.make_packs(rows, list(range(len(rows))), 10**6, "cpu"), old, {})
+    t._score(trainer.make_packs(rows, list(range(len(rows))), 10**6, DEVICE), old, {})
     return [{**row, "log_probs": old[i].tolist()} for i, row in enumerate(rows)]
 
 
@@ -101,6 +103,18 @@ def test_recompute_gives_bitwise_the_same_update():
         t.train(replayed(t, batch()), 0)
         digests.add(t.policy()["digest"])
     assert len(digests) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing moves between devices without a GPU")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_offloading_the_idle_network_changes_no_number(optimizer):
+    seen = []
+    for offload in (False, True):
+        t = make("flow-dppo", optimizer=optimizer, offload_train=offload)
+        for update in (0, 1):
+            metrics = t.train(replayed(t, batch(seed=update)), update)
+        seen.append((t._facts(), {k: v for k, v in metrics.items() if not k.endswith("_gib")}))
+    assert seen[0] == seen[1]
 
 
 def test_equal_rewards_in_every_group_leave_the_policy_as_it_is():
