@@ -129,6 +129,8 @@ def learning() -> list[str]:
     lines += ["The tiny model on CPU, held-out accuracy sampled at the training temperature, one entry a seed. Made by"
               f" `benchmarks/learning.py` on {e['machine']['cores']} cores.", ""]  # fmt: skip
     lines += table(["algorithm", "held-out accuracy, by seed", "smallest gain, points", "median s a run", "largest gap"], rows)
+    lines += ["With one optimizer step a rollout the proximal policy of `dppo` is the policy that sampled, up to rounding between"
+              " trainer and engine: `ppo` and `dppo` then make the same updates.", ""]  # fmt: skip
     return [*lines, "![training reward](results/learning.png)", ""]
 
 
