@@ -11,6 +11,8 @@ damaged file and few tools downstream carry them: lone surrogates and NUL in a p
 
 import dataclasses
 import json
+import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -86,7 +88,7 @@ def _lines(path: Path) -> Iterable[tuple[int, bytes]]:
     if path.is_dir():
         raise ValueError(f"{path}: a directory; a JSONL file is needed")
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             for number, line in enumerate(file, 1):
                 line = line.removesuffix(b"\n").removesuffix(b"\r")
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -94,18 +96,26 @@ def _lines(path: Path) -> Iterable[tuple[int, bytes]]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def open_plain(path: Path | str):
+    """Open a plain file to read its bytes. ValueError for anything else: a pipe may keep us waiting, a device never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path}: not a plain file")
+    return open(path, "rb")
+
+
 def _encode(tokenizer, texts: list[str]) -> list[list[int]]:
     # verbose=False: a prompt above the model's length is our error below, not the tokenizer's warning.
     return tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False)["input_ids"]
 
 
-def read_prompts(path: Path | str, tokenizer, max_prompt_len: int) -> list[Prompt]:
+def read_prompts(path: Path | str, tokenizer, max_prompt_len: int, vocab_size: int | None = None) -> list[Prompt]:
     """All rows of a JSONL file, in file order, with their tokens; at least one.
 
-    tokenizer: what `load_tokenizer` returns. max_prompt_len: the most tokens a prompt may have.
+    tokenizer: what `load_tokenizer` returns. max_prompt_len: the most tokens a prompt may have. vocab_size: the model's.
     ValueError, one line with file and line: a file that is missing, unreadable or without rows; bytes that are not
     UTF-8; a line that is empty, no JSON or no object; a prompt or label that is missing, no string, or holds a lone
-    surrogate or NUL; a prompt that encodes to no tokens, cannot be encoded, or is longer than max_prompt_len.
+    surrogate or NUL; a prompt that encodes to no tokens or to one that the model has not, cannot be encoded, or is longer
+    than max_prompt_len.
     """
     path = Path(path)
     rows: list[tuple[int, str, str]] = []
@@ -134,6 +144,10 @@ def read_prompts(path: Path | str, tokenizer, max_prompt_len: int) -> list[Promp
                 raise ValueError(
                     f'{path}:{number}: "prompt" is {len(tokens)} tokens long; at most {max_prompt_len} are allowed'
                 )
+            if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                raise ValueError(
+                    f'{path}:{number}: "prompt" holds token {max(tokens)}; the model has tokens 0 to {vocab_size - 1}'
+                )
             prompts.append(Prompt(prompt, label, tuple(tokens)))
     return prompts
 
@@ -157,7 +171,7 @@ def file_digest(path: Path | str) -> str:
     import blake3
 
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             digest = blake3.blake3()
             while part := file.read(1 << 22):
                 digest.update(part)

