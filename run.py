@@ -27,7 +27,10 @@ import time
 import traceback
 from pathlib import Path
 
-import checkpoint
+try:
+    import checkpoint
+except ModuleNotFoundError as missing:
+    sys.exit(f"run.py: error: {missing}; `make setup` installs what is needed, `. .venv/bin/activate` uses it")
 
 # --- the recipe ------------------------------------------------------------------------------------------------------
 
@@ -516,7 +519,8 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
             publish(update + 1)
         evaluation = {}
         if update == 0 and r.eval_data:
-            evaluation["before"] = evaluate(r, inputs, at, grader, update)
+            with clock("evaluate"):
+                evaluation["before"] = evaluate(r, inputs, at, grader, update)
             show.evaluation("before", evaluation["before"])
 
         with clock("rollout"):
@@ -531,7 +535,8 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         if r.eval_data and (done == r.updates or (r.eval_interval and done % r.eval_interval == 0)):
             with clock("publish"):
                 publish(done + 1)
-            evaluation["after"] = evaluate(r, inputs, at, grader, done)
+            with clock("evaluate"):
+                evaluation["after"] = evaluate(r, inputs, at, grader, done)
         save = done == last or done % r.save_interval == 0 or bool(stop.signal)
         if save:
             with clock("checkpoint"):
@@ -666,7 +671,7 @@ class Clock:
     def __call__(self, phase: str):
         began = time.perf_counter()
         yield
-        self.phases[phase] += time.perf_counter() - began
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
 
     def seconds(self) -> dict:
         return {**self.phases, "total": time.perf_counter() - self.start}
@@ -696,8 +701,8 @@ class Progress:
 
     def update(self, row: dict) -> None:
         s = row["seconds"]
-        phases = " ".join(f"{k} {s[k]:.2f}" for k in ("publish", "rollout", "grade", "train", "checkpoint"))
-        line = f"reward {row['reward_mean']:.3f} loss {row['loss']:+.4f} error {row['max_logprob_error']:.1e}"
+        phases = " ".join(f"{k} {v:.2f}" for k, v in s.items() if k != "total")
+        line = f"reward {row['reward_mean']:.3f} loss {row['loss']:+.1e} error {row['max_logprob_error']:.1e}"
         if self.bar is None:
             print(f"update {row['update'] + 1}/{self.total}: {line} | {s['total']:.2f} s: {phases}", flush=True)
         else:
@@ -791,6 +796,7 @@ def main(argv: list[str]) -> int:
         import reward
 
         grader = stack.enter_context(reward.Grader(r.reward))
+        print("starting Ray, the trainer and the engine", flush=True)
         at = stack.enter_context(place(r, inputs, epoch, threads, stop))
         import ray
 

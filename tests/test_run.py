@@ -33,7 +33,9 @@ def test_two_updates_leave_the_record_that_the_design_names(grpo):
     for m in metrics:
         assert m["max_logprob_error"] <= 1e-5
         assert {"reward_mean", "loss", "grad_norm", "entropy", "kl_rollout", "clip_fraction"} <= set(m)
-        assert set(m["seconds"]) == {"publish", "rollout", "grade", "train", "checkpoint", "total"}
+        seconds = m["seconds"]
+        assert set(seconds) == {"publish", "rollout", "grade", "train", "checkpoint", "evaluate", "total"}
+        assert sum(seconds.values()) - seconds["total"] <= seconds["total"]
     assert {"before", "after"} == set(metrics[0]["eval"]) | set(metrics[1]["eval"])
     for update in (0, 1):
         completions = job.rows(run / "rollouts" / f"{update:06d}.jsonl")
