@@ -26,7 +26,7 @@ from typing import Any
 import audit
 import checkpoint
 
-PHASES = ("publish", "rollout", "grade", "train", "checkpoint")
+PHASES = ("publish", "rollout", "grade", "train", "checkpoint", "evaluate")
 MOST_POINTS = 400  # of a curve, and of bars a third: more are averaged in bins
 MOST_CHARACTERS = 1500  # of a prompt or a response
 SHOWN = 6  # completions an update
@@ -284,7 +284,7 @@ def curve_section(rows: list[dict], recipe: dict) -> str:
 
 
 def time_section(rows: list[dict]) -> str:
-    """Bars and a table of seconds by phase; what no phase names is mostly evaluation."""
+    """Bars and a table of seconds by phase."""
     timed = [row["seconds"] for row in rows if isinstance(row.get("seconds"), dict)]
     if not timed:
         return ""
