@@ -312,7 +312,8 @@ def recorded(tmp_path_factory):
     args = ["--algorithm", "dppo", *job.SMALL, "--updates", "3", "--data", str(folder / "train.jsonl")]
     values, names = command.parse([*args, "--reward", f"{reward}:a", "--output", str(folder / "run")])
     recipe = command.resolve(values, names)
-    record = {"recipe": dataclasses.asdict(recipe), "contents": command.check(recipe).contents, "device": "cpu", "threads": 1}
+    kept = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in ("resume", "output", "dry_run")}
+    record = {"recipe": kept, "contents": command.check(recipe).contents, "device": "cpu", "threads": 1}
     checkpoint.create_run(folder / "run", record)
     return folder
 
