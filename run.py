@@ -326,8 +326,8 @@ def model_content(model: Path) -> dict:
 
 @dataclasses.dataclass
 class Placed:
-    trainer: object
-    engine: object
+    trainers: list  # by rank
+    engines: list
     device: str
     transport: str
 
@@ -425,13 +425,13 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         )
         held = str(Path(r.output).absolute())
         placed = Placed(
-            make_trainer.remote(trainer_settings),
-            make_engine.remote(str(Path(r.model).absolute()), held, engine_settings),
+            [make_trainer.remote(trainer_settings)],
+            [make_engine.remote(str(Path(r.model).absolute()), held, engine_settings)],
             device,
             transport,
         )
         try:
-            ray.get([placed.trainer.facts.remote(), placed.engine.facts.remote()])
+            ray.get([actor.facts.remote() for actor in (*placed.trainers, *placed.engines)])
         except ray.exceptions.RayActorError as error:
             raise constructed(error) from None
         yield placed
@@ -439,6 +439,13 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         if r.ray_address and group is not None:
             remove_placement_group(group)  # ends the run's actors; the cluster is somebody else's
         ray.shutdown()
+
+
+def each(actors: list, method: str, *args):
+    """Call a method of every actor at once and wait for all. Returns what the first one answers."""
+    import ray
+
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors])[0]
 
 
 def check_address(address: str) -> None:
@@ -495,9 +502,6 @@ class Stop:
 
 def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int, stop: Stop) -> int:
     """Updates `start`.. of the run, in the order in which things happen. Returns the exit code."""
-    import ray
-
-    call = lambda method, *args: ray.get(method.remote(*args))  # noqa: E731
     run, last = Path(r.output), (r.stop_after or r.updates)
     committed = 0
     show = Progress(r, start)
@@ -507,7 +511,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         if version != committed:
             place = publication_path(run, at.transport)
             try:
-                call(at.engine.publish, call(at.trainer.publish, version, at.transport, str(place)))
+                each(at.engines, "publish", each(at.trainers, "publish", version, at.transport, str(place)))
             finally:
                 if at.transport == "shm":
                     place.unlink(missing_ok=True)
@@ -529,7 +533,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         with clock("grade"):
             graded = grade(grader, inputs, completions)
         with clock("train"):
-            metrics = call(at.trainer.train, completions, update)
+            metrics = each(at.trainers, "train", completions, update)
 
         done = update + 1
         if r.eval_data and (done == r.updates or (r.eval_interval and done % r.eval_interval == 0)):
@@ -540,7 +544,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         save = done == last or done % r.save_interval == 0 or bool(stop.signal)
         if save:
             with clock("checkpoint"):
-                call(at.trainer.snapshot, str(run), done)
+                each(at.trainers, "snapshot", str(run), done)
         row = {
             "update": update,
             "policy_version": done,
@@ -556,7 +560,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         checkpoint.append_rollouts(run, update, completions)
         checkpoint.append_metrics(run, row)
         if save:
-            call(at.trainer.write_checkpoint, str(run), done, cursor, r.keep_checkpoints)
+            each(at.trainers, "write_checkpoint", str(run), done, cursor, r.keep_checkpoints)
         show.update(row)
         if stop.signal:
             break
@@ -564,7 +568,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     finished = done == r.updates if start < last else start == r.updates
     if finished:
         publish(r.updates + 1)
-    call(at.trainer.wait_for_checkpoint)
+    each(at.trainers, "wait_for_checkpoint")
     show.close()
     if finished:
         return 0
@@ -579,8 +583,6 @@ def take(prompts: list, cursor: int, n: int) -> tuple[list, int]:
 
 def roll_out(r: Recipe, at: Placed, batch: list, update: int) -> list[dict]:
     """Completions of the batch in sample order: prompt 0's first, then prompt 1's, …"""
-    import ray
-
     from rollout import completion_seed
 
     n = r.n_samples_per_prompt
@@ -594,7 +596,7 @@ def roll_out(r: Recipe, at: Placed, batch: list, update: int) -> list[dict]:
         for group, prompt in enumerate(batch)
         for k in range(n)
     ]
-    answers = ray.get(at.engine.generate.remote(requests))
+    answers = each(at.engines, "generate", requests)
     return [
         {
             "sample": i,
@@ -622,8 +624,6 @@ def grade(grader, inputs: Inputs, completions: list[dict]) -> dict:
 
 def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dict:
     """Held-out accuracy of the committed policy: sampled at --temperature, --eval-samples a row, and greedy beside it."""
-    import ray
-
     from data import decode
     from rollout import completion_seed
 
@@ -638,8 +638,8 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
         for row, prompt in enumerate(inputs.held_out)
         for j in range(k + 1)
     ]
-    answers = ray.get(at.engine.generate.remote(requests))
-    ray.get(at.engine.reset_caches.remote())
+    answers = each(at.engines, "generate", requests)
+    each(at.engines, "reset_caches")
     texts = [decode(inputs.tokenizer, a["response_tokens"]) for a in answers]
     rows = [p for p in inputs.held_out for _ in range(k + 1)]
     grades = grader.grade([(p.prompt, text, p.label) for p, text in zip(rows, texts, strict=True)])
@@ -798,21 +798,20 @@ def main(argv: list[str]) -> int:
         grader = stack.enter_context(reward.Grader(r.reward))
         print("starting Ray, the trainer and the engine", flush=True)
         at = stack.enter_context(place(r, inputs, epoch, threads, stop))
-        import ray
 
-        facts = {"trainer": ray.get(at.trainer.facts.remote()), "engine": ray.get(at.engine.facts.remote())}
+        facts = {"trainer": each(at.trainers, "facts"), "engine": each(at.engines, "facts")}
         if not saved:
             checkpoint.create_run(run, record(r, inputs, at, threads, facts))
             lock = stack.enter_context(checkpoint.lock_run(run))
             checkpoint.next_epoch(run)
-        ray.get([actor.hold.remote(str(run.absolute()), lock.owner) for actor in (at.trainer, at.engine)])
+        each([*at.trainers, *at.engines], "hold", str(run.absolute()), lock.owner)
         if state:
-            ray.get(at.trainer.load.remote(str(run.absolute()), start))
+            each(at.trainers, "load", str(run.absolute()), start)
         try:
             code = train(r, inputs, at, grader, start, cursor, stop)
         except BaseException:
             with contextlib.suppress(Exception):  # a fault elsewhere does not cost the checkpoint that is being written
-                ray.get(at.trainer.wait_for_checkpoint.remote())
+                each(at.trainers, "wait_for_checkpoint")
             raise
     if code == 0 and not (r.stop_after and r.stop_after < r.updates):
         summary(run)

@@ -360,7 +360,7 @@ def finished(folder):
     run = folder / "run"
     r = parse_and_resolve(["--model", str(job.TINY / "model"), "--data", str(rows), "--output", str(run), "--updates", "3"])
     inputs = command.check(r)
-    at = command.Placed(None, None, "cpu", "shm")
+    at = command.Placed([None], [None], "cpu", "shm")
     checkpoint.create_run(run, command.record(r, inputs, at, 2, {"trainer": {"pid": 1}, "engine": {"vllm": "0"}}))
     ToyRun(run).go()
     names = [str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and not p.name.startswith(".")]
