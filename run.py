@@ -55,6 +55,7 @@ class Recipe:
     reward: str = option(None, "module:function or file.py:function in place of Math-Verify on \\boxed{}", "what", kind=str)
     seed: int = option(42, "seed of sampling and of the trainer", "what")
     track: str = option(None, "also show the run's numbers in Weights & Biases or trackio", "what", ("wandb", "trackio"), str)
+    profile: int = option(0, "trace this update (from 1) into RUN/profile, for Perfetto; 0 is off", "what")
     dry_run: bool = option(False, "check everything, print what the run will need, and end", "what")
 
     rollout_batch_size: int = option(4, "prompts an update", "rollout")
@@ -106,7 +107,7 @@ class Recipe:
 # What a resume may change (DESIGN §6). Paths of inputs are compared by content instead.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile",
 }  # fmt: skip
 
 
@@ -229,7 +230,7 @@ def resolve(values: dict, given: set[str]) -> Recipe:
                 f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
             )
     for name in ("lr", "critic_lr", "weight_decay", "clip_grad", "kl_budget", "max_logprob_error", "eval_interval", "stop_after",
-                 "kv_cache_gib", "train_memory_gib", "seed"):  # fmt: skip
+                 "kv_cache_gib", "train_memory_gib", "seed", "profile"):  # fmt: skip
         value = getattr(r, name)
         most = MOST.get(name, 2**31 - 1)
         if value is not None and not 0 <= value <= most:
@@ -249,6 +250,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError("--algorithm flow-dppo steps on two halves: prompts × completions must be even")
     if r.stop_after > r.updates:
         raise ValueError(f"--stop-after {r.stop_after} lies beyond --updates {r.updates}")
+    if r.profile > r.updates:
+        raise ValueError(f"--profile {r.profile} lies beyond --updates {r.updates}")
     if r.eval_interval and not r.eval_data:
         raise ValueError("--eval-interval needs --eval-data")
     if r.track and importlib.util.find_spec(r.track) is None:
@@ -502,6 +505,8 @@ class Stop:
 
 def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int, stop: Stop) -> int:
     """Updates `start`.. of the run, in the order in which things happen. Returns the exit code."""
+    import watch
+
     run, last = Path(r.output), (r.stop_after or r.updates)
     committed = 0
     show = Progress(r, start)
@@ -518,7 +523,9 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
             committed = version
 
     for update in range(start, last):
-        clock = Clock()
+        clock, traced = Clock(), update + 1 == r.profile
+        if traced:
+            watch.start_traces(at.trainers, at.engines)
         with clock("publish"):
             publish(update + 1)
         evaluation = {}
@@ -534,6 +541,8 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
             graded = grade(grader, inputs, completions)
         with clock("train"):
             metrics = each(at.trainers, "train", completions, update)
+        if traced:
+            watch.save_traces(run / "profile", at.trainers, at.engines)
 
         done = update + 1
         if r.eval_data and (done == r.updates or (r.eval_interval and done % r.eval_interval == 0)):

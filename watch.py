@@ -1,7 +1,7 @@
 """Curves while a run goes on: every number of metrics.jsonl, for TensorBoard always, for W&B or trackio with --track.
 
 `metrics.jsonl` stays the record; what is written here is a copy for looking at, and a resume begins it again where the
-run goes on. Nothing here can end a run.
+run goes on. Nothing here can end a run. With --profile, also what the processes of one update did, operator by operator.
 """
 
 from __future__ import annotations
@@ -53,3 +53,37 @@ def open_watchers(run: Path, start: int, track: str | None, settings: dict) -> t
                 print(f"curves end here: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     return (lambda row: safely(shows, row)), (lambda: safely(closes))
+
+
+# --- traces of one update --------------------------------------------------------------------------------------------
+
+
+def start_traces(trainers: list, engines: list) -> None:
+    """Let every process begin to record its operators, and its kernels where it has a GPU."""
+    import ray
+
+    ray.get([actor.__ray_call__.remote(_start_trace) for actor in (*trainers, *engines)])
+
+
+def save_traces(folder: Path, trainers: list, engines: list) -> None:
+    """End the recording and write one trace a process, trainer-0.json.gz, …: Chrome's format, which Perfetto opens."""
+    import ray
+
+    folder.mkdir(exist_ok=True)
+    named = {f"{kind}-{i}": a for kind, actors in (("trainer", trainers), ("engine", engines)) for i, a in enumerate(actors)}
+    ray.get([a.__ray_call__.remote(_save_trace, str(folder.absolute() / f"{name}.json.gz")) for name, a in named.items()])
+
+
+def _start_trace(actor) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    actor.trace = profile(activities=kinds)
+    actor.trace.start()
+
+
+def _save_trace(actor, path: str) -> None:
+    actor.trace.stop()
+    actor.trace.export_chrome_trace(path)
+    del actor.trace

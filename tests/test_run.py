@@ -1,6 +1,7 @@
 """The whole job through `run.py` in fresh processes: the loop, its record, bad input, and that the losses are the library's."""
 
 import dataclasses
+import gzip
 import json
 import os
 import signal
@@ -73,15 +74,18 @@ def test_resume_refuses_changed_settings_and_names_both_values(grpo):
     assert code == 2 and "lr" in output and "0.001" in output and "0.0005" in output and "updates" in output
 
 
-def test_evaluation_changes_no_rollout_and_no_parameter(grpo, tmp_path):
+def test_neither_evaluation_nor_a_trace_changes_a_rollout_or_a_parameter(grpo, tmp_path):
     run, _, args = grpo
     bare = args[: args.index("--eval-data")]
-    code, output = job.run(*bare, "--output", str(tmp_path / "bare"))
+    code, output = job.run(*bare, "--output", str(tmp_path / "bare"), "--profile", "2")
     assert code == 0, output
     for update in (0, 1):
         a, b = (job.rows(r / "rollouts" / f"{update:06d}.jsonl") for r in (run, tmp_path / "bare"))
         assert a == b
     assert checkpoint.read_state(run, 2)["tensors"] == checkpoint.read_state(tmp_path / "bare", 2)["tensors"]
+    for name, operator in (("trainer-0", "aten::mm"), ("engine-0", "_C::fused_add_rms_norm")):
+        with gzip.open(tmp_path / "bare" / "profile" / f"{name}.json.gz") as trace:
+            assert operator in {event.get("name") for event in json.load(trace)["traceEvents"]}
 
 
 FLIP = """
