@@ -185,27 +185,33 @@ def test_a_second_process_on_one_run_is_refused_and_an_audit_is_not(tmp_path):
         assert first.wait(timeout=120) == 143
 
 
+WRITER = "import checkpoint, sys, time; lock = checkpoint.hold_run(*sys.argv[1:]); print('holds', flush=True); time.sleep(300)"
+
+
 def test_a_resume_started_at_once_waits_for_an_orphan_that_could_still_write(whole, tmp_path):
-    """The trainer is held where it stands while everything above it dies: the resume waits until it is gone."""
+    """One process of the killed run lives on: the resume waits until it is gone. (Not a real trainer held by SIGSTOP: the
+    kernel wakes a stopped process group when the parent outside it dies, and Ray's worker then ends at once.)"""
     run = tmp_path / "run"
     first = job.start(*arguments("flow-dppo"), "--output", str(run), **job.seam("trainer:Trainer.train:before:2:stall=100"))
     wait_for((run / "metrics.jsonl").exists)
-    orphan, engine = (checkpoint.read_run(run)["facts"][who]["pid"] for who in ("trainer", "engine"))
-    assert {orphan, engine} < set(job.living(first.pid))
-    os.kill(orphan, signal.SIGSTOP)
-    try:
-        first.kill()
-        second = job.start("--resume", "--output", str(run))
-        wait_for(lambda: checkpoint._lock_record(run).get("pid") == second.pid)
-        time.sleep(3)
-        held = orphan in job.living(first.pid), (run / "publications" / "epoch").read_text()
-    finally:
-        os.kill(orphan, signal.SIGCONT)
+    workers = {checkpoint.read_run(run)["facts"][who]["pid"] for who in ("trainer", "engine")}
+    assert workers < set(job.living(first.pid))
+    joined = [sys.executable, "-c", WRITER, str(run), checkpoint._lock_record(run)["owner"]]
+    with subprocess.Popen(joined, cwd=job.ROOT, env=job.environment(), stdout=subprocess.PIPE, text=True) as orphan:
+        try:
+            assert orphan.stdout.readline() == "holds\n"
+            first.kill()
+            second = job.start("--resume", "--output", str(run))
+            wait_for(lambda: checkpoint._lock_record(run).get("pid") == second.pid)
+            time.sleep(3)
+            epoch = (run / "publications" / "epoch").read_text()
+        finally:
+            orphan.kill()
     output, _ = second.communicate(timeout=240)
     assert second.returncode == 0, output
-    assert held == (True, "0\n"), "the resume did not wait"
+    assert epoch == "0\n", "the resume did not wait"
     equal(whole("flow-dppo"), run)
-    assert not {orphan, engine} & set(job.living(first.pid))
+    assert not workers & set(job.living(first.pid))
 
 
 # --- kill -9 ---------------------------------------------------------------------------------------------------------
