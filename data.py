@@ -219,7 +219,7 @@ def _arrow_records(path: Path, file, start: bytes, how: Reading) -> Iterator[tup
 
     try:
         if kind == "Parquet":
-            table = parquet.ParquetFile(file)
+            table = parquet.ParquetFile(file, page_checksum_verification=True)  # of pages that have one
             names, rows = table.schema_arrow.names, table.metadata.num_rows
         else:
             table = arrow.ipc.open_file(file) if start == b"ARROW1" else arrow.ipc.open_stream(file)
@@ -303,7 +303,7 @@ def _json_object(line: str, how: Reading) -> dict:
     except ValueError as error:  # an integer of more digits than Python reads
         raise _RowError(f"not usable JSON: {str(error).split(';')[0]}") from None
     if not isinstance(row, dict):
-        raise _RowError(f"a {_kind(row)}, not an object; {_needs(how)}")
+        raise _RowError(f"{_a(row)}, not an object; {_needs(how)}")
     return row
 
 
@@ -329,7 +329,7 @@ def _fields(row: dict, how: Reading) -> tuple[str | list[dict], str, str | None]
 
 def _text(name: str, value: object, also: str = "") -> str:
     if not isinstance(value, str):
-        raise _RowError(f"{name} is a {_kind(value)}; it must be a string{also}")
+        raise _RowError(f"{name} is {_a(value)}; it must be a string{also}")
     if "\0" in value:
         raise _RowError(f"{name} holds a NUL character")
     try:
@@ -347,7 +347,7 @@ def _messages(name: str, value: list) -> list[dict]:
     for i, message in enumerate(value, 1):
         where = f"{name} message {i}"
         if not isinstance(message, dict):
-            raise _RowError(f'{where} is a {_kind(message)}; it must be an object of "role" and "content"')
+            raise _RowError(f'{where} is {_a(message)}; it must be an object of "role" and "content"')
         if other := sorted(str(key) for key, one in message.items() if key not in ("role", "content") and one is not None):
             raise _RowError(f'{where}: {json.dumps(other[0])[:60]} is not taken; a message has "role" and "content"')
         messages.append({key: _text(f'{where} "{key}"', message.get(key)) for key in ("role", "content")})
@@ -363,6 +363,11 @@ def _number(value: float | decimal.Decimal) -> str:
     if not math.isfinite(value):
         raise _RowError("the label is not a finite number")
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else str(value)
+
+
+def _a(value: object) -> str:
+    kind = _kind(value)
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _kind(value: object) -> str:
@@ -467,7 +472,7 @@ def parse_template_arguments(text: str) -> dict:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--chat-template-args is not JSON: {str(error)[:100]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--chat-template-args must be a JSON object, not a {_kind(found)}")
+        raise ValueError(f"--chat-template-args must be a JSON object, not {_a(found)}")
     if taken := sorted(_OURS & set(found)):
         raise ValueError(f"--chat-template-args: {taken[0]} is not free to set")
     return found
@@ -518,8 +523,8 @@ def batch(prompts: Sequence[Prompt], cursor: int, n: int, seed: int | None = Non
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
-def order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """The rows 0 to size - 1 in the order of an epoch: sorted by the BLAKE3 of seed, epoch and row."""
+def order(size: int, seed: int, epoch: int) -> list[int]:
+    """The rows 0 to size - 1 in the order of an epoch: sorted by keys that BLAKE3 gives for seed and epoch."""
     return _by_digest("order", size, seed, epoch)
 
 
@@ -534,16 +539,13 @@ def capped(prompts: list[Prompt], most: int, seed: int | None = None) -> list[Pr
     return [prompts[i] for i in chosen]
 
 
-def _by_digest(purpose: str, size: int, *parts: int) -> tuple[int, ...]:
+def _by_digest(purpose: str, size: int, *parts: int) -> list[int]:
+    """0 to size - 1, sorted by keys of 8 bytes each: one after the other, the extended output of BLAKE3 over the arguments."""
+    import numpy
     from blake3 import blake3
 
-    start = blake3("\t".join([purpose, *map(str, parts), ""]).encode())
-    keys = []
-    for row in range(size):
-        own = start.copy()
-        own.update(b"%d" % row)
-        keys.append(own.digest(16))
-    return tuple(sorted(range(size), key=keys.__getitem__))
+    keys = blake3("\t".join([purpose, *map(str, parts)]).encode()).digest(8 * size)
+    return numpy.frombuffer(keys, "<u8").argsort(kind="stable").tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

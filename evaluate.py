@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """How good is it? Held-out accuracy of a checkpoint, or of a run's newest checkpoint.
 
     python evaluate.py --run RUN --data heldout.jsonl
@@ -31,6 +32,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable
@@ -91,6 +93,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--kv-cache-gib", "the engine's KV cache, GiB (default: as needed on CPU, what is free on a GPU)", float, metavar="X")
     option("--json", "write the result there, too", metavar="FILE")
     option("--completions", "write every completion there, as JSONL", metavar="FILE")
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could stand here
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     asked = parser.parse_args(argv)
     if not (asked.run or asked.model):
         raise ValueError("--run RUN or --model DIR is missing")
@@ -164,6 +170,35 @@ def choose_device(asked: str, wanted: str | None) -> str:
     if wanted in ("cpu", "cuda") and device != wanted:
         print(f"note: the run ran on {wanted}, this is {device}: rounding differs", file=sys.stderr, flush=True)
     return device
+
+
+@contextlib.contextmanager
+def quiet():
+    """Keeps off the screen what vLLM and torch print, C++ code past Python's streams among it; shown where they fail.
+
+    In a run this goes to RUN/logs.
+    """
+    with tempfile.TemporaryFile() as kept:
+        streams = (sys.stdout, sys.stderr)
+        saved = [os.dup(1), os.dup(2)]
+        failed = True
+        try:
+            for fd in (1, 2):
+                streams[fd - 1].flush()
+                os.dup2(kept.fileno(), fd)
+            yield
+            failed = False
+        except (ValueError, checkpoint.GuardError, KeyboardInterrupt):
+            failed = False  # one line says what it was
+            raise
+        finally:
+            for fd in (1, 2):
+                streams[fd - 1].flush()
+                os.dup2(saved[fd - 1], fd)
+                os.close(saved[fd - 1])
+            if failed:
+                kept.seek(0)
+                sys.stderr.write(kept.read().decode("utf-8", "replace"))
 
 
 def publish(engine: rollout.RolloutEngine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict:
@@ -326,8 +361,8 @@ def main(argv: list[str]) -> int:
     prompt_len = max(len(p.tokens) for p in prompts)
     if policy and isinstance(own := policy.recipe.get("max_prompt_len"), int):
         prompt_len = max(prompt_len, min(own, config.max_position_embeddings - asked.max_response_len))
-    length, asked_for = prompt_len + asked.max_response_len, len(prompts) * (asked.samples + 1)
-    needed = plan.kv_cache_gib(config, precision, min(asked.max_num_seqs, asked_for), length) if device == "cpu" else 0.0
+    length, count = prompt_len + asked.max_response_len, len(prompts) * (asked.samples + 1)
+    needed = plan.kv_cache_gib(config, precision, min(asked.max_num_seqs, count), length) if device == "cpu" else 0.0
     settings = rollout.EngineSettings(
         precision=precision,
         device=device,
@@ -340,7 +375,8 @@ def main(argv: list[str]) -> int:
     )
     with contextlib.ExitStack() as stack:
         grader = stack.enter_context(Grader(asked.reward))
-        engine = rollout.RolloutEngine(str(model.absolute()), None, settings)
+        with quiet():
+            engine = rollout.RolloutEngine(str(model.absolute()), None, settings)
         stack.callback(engine.close)
         tensors = export.policy_tensors(policy, precision) if policy else checkpoint_tensors(model, config, precision)
         commit = publish(engine, version, tensors)
@@ -352,9 +388,9 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
         began = time.perf_counter()
-        answers = engine.generate(
-            requests(prompts, asked.samples, asked.temperature, asked.max_response_len, asked.seed, updates)
-        )
+        asked_for = requests(prompts, asked.samples, asked.temperature, asked.max_response_len, asked.seed, updates)
+        with quiet():
+            answers = engine.generate(asked_for)
         seconds = time.perf_counter() - began
         each = asked.samples + 1
         for i, answer in enumerate(answers):

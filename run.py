@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Reinforcement learning for a looped transformer: one command, from prompts to a trained policy.
 
     python run.py --algorithm grpo --model DIR --data math.jsonl --output RUN --updates 3
@@ -144,6 +145,10 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
             extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
         group.add_argument(flag, **extra)
     parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could stand here
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     given = vars(parser.parse_args(argv))
     if empty := [name for name, value in given.items() if isinstance(value, list)]:
         parser.error(f"--{empty[0].replace('_', '-')}: -- is no value")  # argparse makes an empty list of --option=--
