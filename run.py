@@ -743,7 +743,7 @@ class Progress:
 
         self.total, self.bar = r.updates, None
         self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, dataclasses.asdict(r))
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:  # 0: `docker run -t` and script(1) in CI
             from tqdm import tqdm
 
             self.bar = tqdm(total=r.updates, initial=start, unit="update", dynamic_ncols=True)

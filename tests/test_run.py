@@ -1,9 +1,12 @@
 """The whole job through `run.py` in fresh processes: the loop, its record, bad input, and that the losses are the library's."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
+import struct
+import termios
 import time
 
 import job
@@ -181,6 +184,24 @@ def test_the_record_of_a_run_can_be_given_back_as_its_config(grpo):
     values, given = command.parse(["--config", str(grpo[0] / "run.json"), "--output", "elsewhere"])
     again = command.resolve(values, given)
     assert dataclasses.asdict(again) == {**record["recipe"], "output": "elsewhere", "resume": False, "dry_run": False}
+
+
+@pytest.mark.parametrize("columns, bar", [(150, True), (0, False)])
+def test_progress_is_a_bar_in_a_terminal_and_lines_in_one_without_width(columns, bar, tmp_path, monkeypatch, capsys):
+    small = ["--model", "m", "--data", "d", "--output", str(tmp_path)]
+    recipe = command.resolve(*command.parse(small))
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        show = command.Progress(recipe, 0)
+        seconds = {"train": 1.0, "total": 1.0}
+        show.update({"update": 0, "reward_mean": 0.5, "loss": 0.0, "max_logprob_error": 0.0, "seconds": seconds})
+        show.close()
+        shown = os.read(screen, 4096).decode() if bar else ""
+    os.close(screen)
+    assert ("1/3" in shown and "reward 0.500" in shown) == bar
+    assert ("update 1/3: reward 0.500" in capsys.readouterr().out) != bar
 
 
 def test_epochs_give_the_updates_that_take_each_prompt_as_often_and_only_one_of_the_two_counts(tmp_path):
