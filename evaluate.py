@@ -1,18 +1,20 @@
+# PYTHON_ARGCOMPLETE_OK
 """How good is it? Held-out accuracy of a checkpoint, or of a run's newest checkpoint.
 
     python evaluate.py --run RUN --data heldout.jsonl
     python evaluate.py --model DIR --data heldout.jsonl --samples 16 --temperature 1.0 --json result.json
 
-Each row of the data (`prompt`, `label`) is answered once greedily and `--samples` times at `--temperature`; a reward
-grades every completion as in a run. Printed are
+Each row of the data (every form that run.py takes: see data.py) is answered once greedily and `--samples` times at
+`--temperature`; a reward grades every completion as in a run. Printed are
 
     greedy   mean reward of the greedy completions
     mean     mean reward of the sampled ones, and ±, its standard error over rows
     pass@k   the chance that at least one of k samples is correct (its reward is at least `--correct-from`), averaged over
              rows: 1 - C(n-c, k) / C(n, k) with c of the row's n samples correct, which is unbiased (arXiv 2107.03374)
 
-for all rows and, where rows carry a string `source`, for each source. With `--run`, settings that are left out are the
-run's own, and so are the seeds: after the last update the result is the run's own held-out accuracy, number for number.
+for all rows and, where rows carry a string `source`, for each source (beyond the 50 largest, for the others together). With
+`--run`, settings that are left out are the run's own, and so are the seeds: after the last update the result is the run's own
+held-out accuracy, number for number.
 
 The engine is the run's (rollout.RolloutEngine), in this process and without Ray, and so is its rule: the weights are
 published to it with their digest and committed before a token is generated. Nothing is written to RUN.
@@ -23,11 +25,14 @@ Exit codes: 0 done; 1 a fault; 2 bad input; 3 a digest differs, or the weights a
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable
@@ -45,7 +50,12 @@ if TYPE_CHECKING:
     import torch
 
 # Of --model; those of run.py. A run brings its own under the same names, but for `samples`, which it calls eval_samples.
-DEFAULTS = {"temperature": 0.8, "samples": 4, "max_response_len": 48, "seed": 42, "reward": None, "max_num_seqs": 256}
+DEFAULTS = {
+    "temperature": 0.8, "samples": 4, "max_response_len": 48, "seed": 42, "reward": None, "max_num_seqs": 256,
+    "input_key": "prompt", "label_key": "label", "label_as_string": False, "apply_chat_template": False,
+    "chat_template_args": "{}", "drop_long_prompts": False,
+}  # fmt: skip
+MOST_SOURCES = 50
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -56,9 +66,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     def option(flag: str, help: str, kind=None, **extra) -> None:
         parser.add_argument(flag, help=help, type=kind, **extra)
 
+    def switch(flag: str, help: str) -> None:
+        parser.add_argument(flag, help=f"{help} (default: as in the run, or no)", action=argparse.BooleanOptionalAction)
+
     option("--run", "evaluate this run's newest whole checkpoint", metavar="RUN")
     option("--model", "folder of a native checkpoint; with --run: the run's model folder, where it has moved", metavar="DIR")
-    option("--data", "JSONL of held-out rows (default with --run: the run's --eval-data)", metavar="FILE")
+    option("--data", "held-out rows: JSONL, gzip, Parquet, a folder (default with --run: its --eval-data)", metavar="FILE")
+    option("--input-key", "field of a row that holds the prompt (default: the run's, or prompt)", metavar="NAME")
+    option("--label-key", "field of a row that holds the label (default: the run's, or label)", metavar="NAME")
+    switch("--label-as-string", "take a number as label, as text")
+    switch("--apply-chat-template", "prompts are chat messages, or one of the user; the model's template")
+    option("--chat-template-args", "JSON object of arguments for the template (default: the run's, or none)", metavar="JSON")
+    switch("--drop-long-prompts", "drop and count prompts that are too long, which are else refused")
+    option("--max-prompt-len", "longest prompt, tokens (default: the model's, or of a run that drops, its)", int, metavar="N")
+    option("--max-prompts", "evaluate the first N rows; 0 is all (default: 0)", int, default=0, metavar="N")
     option("--updates", "with --run: the checkpoint after N updates", int, metavar="N")
     option("--samples", "samples a row; 0 is greedy only (default: the run's, or 4)", int, metavar="N")
     option("--temperature", "of the samples (default: the run's, or 0.8)", float, metavar="T")
@@ -72,6 +93,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--kv-cache-gib", "the engine's KV cache, GiB (default: as needed on CPU, what is free on a GPU)", float, metavar="X")
     option("--json", "write the result there, too", metavar="FILE")
     option("--completions", "write every completion there, as JSONL", metavar="FILE")
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could stand here
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     asked = parser.parse_args(argv)
     if not (asked.run or asked.model):
         raise ValueError("--run RUN or --model DIR is missing")
@@ -82,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def settle(asked: argparse.Namespace, policy: export.Policy | None, record: dict) -> None:
     """Fill in what was left out, from the run or DEFAULTS, and check it. ValueError names the option."""
-    from data import file_digest
+    import data
 
     recipe = policy.recipe if policy else {}
     for name, default in DEFAULTS.items():
@@ -93,10 +118,20 @@ def settle(asked: argparse.Namespace, policy: export.Policy | None, record: dict
     if not asked.data:
         if not (own := recipe.get("eval_data")):
             raise ValueError("--data FILE is missing")
-        if (known := contents(record).get("eval_data")) and file_digest(own) != known:
+        if (known := contents(record).get("eval_data")) and data.content(own) != known:
             raise ValueError(f"{own}: not the file that the run was evaluated on; --data {own} takes it as it is now")
         asked.data = own
-    for name, low in (("samples", 0), ("max_response_len", 1), ("max_num_seqs", 1), ("seed", 0)):
+    if asked.max_prompt_len is None and asked.drop_long_prompts and isinstance(recipe.get("max_prompt_len"), int):
+        asked.max_prompt_len = recipe["max_prompt_len"]  # the rows that the run was evaluated on
+    for name in (field.name for field in dataclasses.fields(data.Reading)):
+        if type(getattr(asked, name)) is not type(DEFAULTS[name]) or getattr(asked, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} cannot be {getattr(asked, name)!r}")
+    if data.parse_template_arguments(asked.chat_template_args) and not asked.apply_chat_template:
+        raise ValueError("--chat-template-args needs --apply-chat-template")
+    least = {"samples": 0, "max_response_len": 1, "max_num_seqs": 1, "seed": 0, "max_prompts": 0}
+    if asked.max_prompt_len is not None:
+        least["max_prompt_len"] = 1
+    for name, low in least.items():
         if not isinstance(value := getattr(asked, name), int) or value < low:
             raise ValueError(f"--{name.replace('_', '-')} must be a whole number of at least {low}, not {value}")
     if not isinstance(asked.temperature, int | float) or not (math.isfinite(asked.temperature) and asked.temperature > 0):
@@ -121,15 +156,6 @@ def check_reward(spec: str, record: dict) -> None:
         raise ValueError(f"{spec}: not the reward file that the run began with; --reward {spec} takes it as it is now")
 
 
-def sources(path: str, rows: int) -> list[str | None]:
-    """`source` of each row of a data file that `data.read_prompts` has read, which passes it over."""
-    lines = [line for line in Path(path).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    found = [json.loads(line).get("source") for line in lines]
-    if len(found) != rows:
-        raise ValueError(f"{path}: changed while it was read")
-    return [one if isinstance(one, str) else None for one in found]
-
-
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +170,35 @@ def choose_device(asked: str, wanted: str | None) -> str:
     if wanted in ("cpu", "cuda") and device != wanted:
         print(f"note: the run ran on {wanted}, this is {device}: rounding differs", file=sys.stderr, flush=True)
     return device
+
+
+@contextlib.contextmanager
+def quiet():
+    """Keeps off the screen what vLLM and torch print, C++ code past Python's streams among it; shown where they fail.
+
+    In a run this goes to RUN/logs.
+    """
+    with tempfile.TemporaryFile() as kept:
+        streams = (sys.stdout, sys.stderr)
+        saved = [os.dup(1), os.dup(2)]
+        failed = True
+        try:
+            for fd in (1, 2):
+                streams[fd - 1].flush()
+                os.dup2(kept.fileno(), fd)
+            yield
+            failed = False
+        except (ValueError, checkpoint.GuardError, KeyboardInterrupt):
+            failed = False  # one line says what it was
+            raise
+        finally:
+            for fd in (1, 2):
+                streams[fd - 1].flush()
+                os.dup2(saved[fd - 1], fd)
+                os.close(saved[fd - 1])
+            if failed:
+                kept.seek(0)
+                sys.stderr.write(kept.read().decode("utf-8", "replace"))
 
 
 def publish(engine: rollout.RolloutEngine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict:
@@ -229,6 +284,21 @@ def figures(rows: list[list[dict]], samples: int, correct_from: float) -> dict:
     return result
 
 
+def breakdown(rows: list[list[dict]], origin: list[str | None], samples: int, correct_from: float) -> dict:
+    """`figures` of all rows, and under `sources` those of each source by name; {} there where no row has a source.
+
+    origin: the source of each row. Beyond MOST_SOURCES the smaller ones are "(other)" together: a field of that name may be
+    anything, and every number here is a curve of its own.
+    """
+    named = [one or "(none)" for one in origin] if any(origin) else []
+    counts = collections.Counter(named)
+    kept = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES]
+    named = [name if name in kept else "(other)" for name in named]
+    parts = {name: [row for row, own in zip(rows, named, strict=True) if own == name] for name in sorted(set(named))}
+    sources = {name: figures(part, samples, correct_from) for name, part in parts.items()}
+    return {**figures(rows, samples, correct_from), "sources": sources}
+
+
 def mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
@@ -274,8 +344,13 @@ def main(argv: list[str]) -> int:
     if asked.max_response_len >= config.max_position_embeddings:
         raise ValueError(f"--max-response-len must be below max_position_embeddings, {config.max_position_embeddings}")
     tokenizer = data.load_tokenizer(model)
-    prompts = data.read_prompts(asked.data, tokenizer, config.max_position_embeddings - asked.max_response_len)
-    origin = sources(asked.data, len(prompts))
+    how = data.Reading(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(data.Reading)})
+    most = config.max_position_embeddings - asked.max_response_len
+    most = min(most, asked.max_prompt_len or most)
+    dropped = [] if asked.drop_long_prompts else None
+    prompts = data.capped(data.read_prompts(asked.data, tokenizer, most, config.vocab_size, how, dropped), asked.max_prompts)
+    if dropped:
+        print(f"{asked.data}: {len(dropped):,} prompts above {most} tokens are dropped, the first {dropped[0]}")
     for path in (asked.json, asked.completions):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path}: no such directory")
@@ -286,8 +361,8 @@ def main(argv: list[str]) -> int:
     prompt_len = max(len(p.tokens) for p in prompts)
     if policy and isinstance(own := policy.recipe.get("max_prompt_len"), int):
         prompt_len = max(prompt_len, min(own, config.max_position_embeddings - asked.max_response_len))
-    length, asked_for = prompt_len + asked.max_response_len, len(prompts) * (asked.samples + 1)
-    needed = plan.kv_cache_gib(config, precision, min(asked.max_num_seqs, asked_for), length) if device == "cpu" else 0.0
+    length, count = prompt_len + asked.max_response_len, len(prompts) * (asked.samples + 1)
+    needed = plan.kv_cache_gib(config, precision, min(asked.max_num_seqs, count), length) if device == "cpu" else 0.0
     settings = rollout.EngineSettings(
         precision=precision,
         device=device,
@@ -300,7 +375,8 @@ def main(argv: list[str]) -> int:
     )
     with contextlib.ExitStack() as stack:
         grader = stack.enter_context(Grader(asked.reward))
-        engine = rollout.RolloutEngine(str(model.absolute()), None, settings)
+        with quiet():
+            engine = rollout.RolloutEngine(str(model.absolute()), None, settings)
         stack.callback(engine.close)
         tensors = export.policy_tensors(policy, precision) if policy else checkpoint_tensors(model, config, precision)
         commit = publish(engine, version, tensors)
@@ -312,26 +388,22 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
         began = time.perf_counter()
-        answers = engine.generate(
-            requests(prompts, asked.samples, asked.temperature, asked.max_response_len, asked.seed, updates)
-        )
+        asked_for = requests(prompts, asked.samples, asked.temperature, asked.max_response_len, asked.seed, updates)
+        with quiet():
+            answers = engine.generate(asked_for)
         seconds = time.perf_counter() - began
         each = asked.samples + 1
         for i, answer in enumerate(answers):
             prompt = prompts[i // each]
             answer |= {"row": i // each, "sample": i % each if i % each < asked.samples else "greedy"}
-            answer |= {"prompt": prompt.prompt, "label": prompt.label, "source": origin[i // each]}
+            answer |= {"prompt": prompt.prompt, "label": prompt.label, "source": prompt.source}
             answer["response"] = data.decode(tokenizer, answer["response_tokens"])
         grades = grader.grade([(a["prompt"], a["response"], a["label"]) for a in answers])
     for answer, grade in zip(answers, grades, strict=True):
         answer["reward"] = grade.reward
     rows = [answers[i : i + each] for i in range(0, len(answers), each)]
-    parts = {"all": rows}
-    if any(origin):
-        for name in sorted({one or "(none)" for one in origin}):
-            parts[f"  {name}"] = [row for row, one in zip(rows, origin, strict=True) if (one or "(none)") == name]
-    numbers = {name: figures(part, asked.samples, asked.correct_from) for name, part in parts.items()}
-    print("\n" + table(numbers))
+    numbers = breakdown(rows, [prompt.source for prompt in prompts], asked.samples, asked.correct_from)
+    print("\n" + table({"all": numbers, **{f"  {name}": part for name, part in numbers["sources"].items()}}))
     limited = sum(g.limit is not None for g in grades)
     tokens = sum(len(a["response_tokens"]) for a in answers)
     print(f"\n{tokens:,} tokens in {seconds:.1f} s" + (f"; the grader cut {limited} answers short" if limited else ""))
@@ -341,8 +413,9 @@ def main(argv: list[str]) -> int:
             **{"model": str(model), "run": asked.run, "updates": updates, "policy_version": version},
             **{"policy_digest": commit["digest"], "settings": {**used, "device": device, "precision": precision}},
             **{"engine": engine.engine_version, "seconds": seconds, "generated_tokens": tokens, "grader_limits": limited},
-            **{"samples": asked.samples, **numbers["all"]},
-            "sources": {name[2:]: part for name, part in numbers.items() if name != "all"},
+            "samples": asked.samples,
+            "dropped": len(dropped or ()),
+            **numbers,
         }
         Path(asked.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if asked.completions:

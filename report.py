@@ -243,6 +243,34 @@ def evaluations(rows: list[dict]) -> list[dict]:
     return [e for e in found if number(e.get("updates")) is not None]
 
 
+def best_of(evaluation: dict) -> tuple[int, float | None]:
+    """(k, pass@k) for the largest k of an evaluation; (0, None) where it has none."""
+    there = evaluation.get("pass_at")
+    found = [(int(k), number(v)) for k, v in there.items() if k.isdecimal()] if isinstance(there, dict) else []
+    return max(found, default=(0, None))
+
+
+def source_section(rows: list[dict]) -> str:
+    """The held-out figures of each source, from the first evaluation to the last; "" where rows have no source."""
+    held = [e for e in evaluations(rows) if isinstance(e.get("sources"), dict) and e["sources"]]
+    if not held:
+        return ""
+
+    def moved(name: str, value: Callable[[dict], float | None]) -> str:
+        ends = [e["sources"].get(name) for e in (held[0], held[-1])]
+        before, after = (percent(value(end)) if isinstance(end, dict) else "–" for end in ends)
+        return after if len(held) == 1 else f"{before} → {after}"
+
+    k, _ = best_of(held[-1])
+    cells = [
+        (shown(name, 60), short(number(part.get("rows"))), moved(name, lambda e: number(e.get("accuracy"))),
+         moved(name, lambda e: number(e.get("greedy"))), moved(name, lambda e: best_of(e)[1]))
+        for name, part in held[-1]["sources"].items() if isinstance(part, dict)
+    ]  # fmt: skip
+    title = "Held-out accuracy by source, " + ("one evaluation" if len(held) == 1 else "first evaluation to last")
+    return f"<h2>{title}</h2>{rows_table(('source', 'rows', 'sampled', 'greedy', f'pass@{k}'), cells, 'numbers')}"
+
+
 def curve_section(rows: list[dict], recipe: dict) -> str:
     last = max(row["update"] + 1 for row in rows)
 
@@ -253,12 +281,17 @@ def curve_section(rows: list[dict], recipe: dict) -> str:
     width = min(10, max(1, len(rows) // 5))
     plain = [y for _, y in rewards]
     smooth = list(zip([x for x, _ in rewards], smoothed(plain, width), strict=True)) if width > 1 and None not in plain else []
-    held = [(e["updates"], number(e.get("accuracy")), number(e.get("greedy"))) for e in evaluations(rows)]
+    held = evaluations(rows)
+    most, _ = best_of(held[-1] if held else {})
     drawn = [
         curves("Reward", [("c0" if smooth else "c1", "an update", rewards), ("c1", f"mean of {width}", smooth)], last),
         curves(
             "Held-out accuracy",
-            [("c2", "sampled", [(x, y) for x, y, _ in held]), ("c3", "greedy", [(x, y) for x, _, y in held])],
+            [
+                ("c2", "sampled", [(e["updates"], number(e.get("accuracy"))) for e in held]),
+                ("c3", "greedy", [(e["updates"], number(e.get("greedy"))) for e in held]),
+                ("c4", f"pass@{most}", [(e["updates"], best_of(e)[1]) for e in held] if most > 1 else []),
+            ],
             last,
         ),
         curves("Policy loss", [("c1", "loss", points("loss"))], last),
@@ -300,7 +333,7 @@ def time_section(rows: list[dict]) -> str:
     cells.append(("total", short(average(totals)), short(sorted(totals)[len(totals) // 2]), short(math.fsum(totals)), ""))
     drawing = bars("Seconds of an update", [(f"p{n}", phase, v) for n, (phase, v) in enumerate(spent.items())], "s")
     table = rows_table(("phase", "mean, s", "median, s", "all, s", "share"), cells, "numbers")
-    note = '<p class="dim">rest: evaluation, and what lies between the phases</p>'
+    note = '<p class="dim">rest: what lies between the phases</p>'
     return f'<h2>Time</h2><div class="figures wide">{drawing}<div>{table}{note}</div></div>'
 
 
@@ -353,7 +386,7 @@ def settings_section(record: dict, recipe: dict) -> str:
         cells = [(shown(name, 80), f"<code>{shown(item, 300)}</code>") for name, item in flat(value)]
         return f"<div><h3>{title}</h3>{rows_table((), cells, 'settings')}</div>" if cells else ""
 
-    used = {key: record.get(key) for key in ("device", "transport", "threads") if key in record}
+    used = {key: record.get(key) for key in ("device", "transport", "threads", "rows") if key in record}
     parts = [
         part("Settings", recipe),
         part("Versions", record.get("versions") or {}),
@@ -414,7 +447,7 @@ svg { display: block; width: 100%; height: auto; } svg text { font-size: 11px; f
 .grid { stroke: var(--line); } .bound { stroke: var(--bad); stroke-dasharray: 5 4; }
 polyline { fill: none; stroke: var(--k); stroke-width: 1.7; stroke-linejoin: round; } circle, rect { fill: var(--k); }
 .c0, .p5 { --k: var(--c0); } .c1, .p1 { --k: var(--c1); } .c2, .p3 { --k: var(--c2); } .c3, .p0 { --k: var(--c3); }
-.c4, .p2 { --k: var(--c4); } .p4 { --k: var(--c5); }
+.c4, .p2 { --k: var(--c4); } .p4 { --k: var(--c5); } .p6 { --k: var(--dim); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .38rem .8rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--dim); font-weight: 600; white-space: nowrap; } tr:last-child td { border-bottom: 0; }
@@ -456,7 +489,8 @@ def page(run: Path | str) -> tuple[str, int]:
     about = [recipe.get("algorithm"), recipe.get("model"), record.get("device"), recipe.get("precision")]
     line = " · ".join(shown(str(one), 120) for one in about if one)
     if rows:
-        parts = [tiles(rows, recipe), curve_section(rows, recipe), time_section(rows), completion_section(run, len(rows))]
+        parts = [tiles(rows, recipe), curve_section(rows, recipe), source_section(rows)]
+        parts += [time_section(rows), completion_section(run, len(rows))]
     else:
         parts = ['<p class="empty">No update is complete yet.</p>']
     body = "\n".join([*parts, audit_section(run), settings_section(record, recipe)])

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Reinforcement learning for a looped transformer: one command, from prompts to a trained policy.
 
     python run.py --algorithm grpo --model DIR --data math.jsonl --output RUN --updates 3
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import fractions
 import importlib.util
 import json
 import math
@@ -49,14 +51,26 @@ class Recipe:
 
     algorithm: str = option("grpo", "policy loss and advantages", "what", ALGORITHMS)
     model: str = option(None, "folder of a native Nanbeige checkpoint (config.json, safetensors, tokenizer)", "what", kind=str)
-    data: str = option(None, 'JSONL of prompts; each row has string "prompt" and "label"', "what", kind=str)
+    data: str = option(
+        None, 'prompts: JSONL, gzip, Parquet, a Hugging Face folder; rows have string "prompt" and "label"', "what", kind=str
+    )
     output: str = option(None, "run directory, made by the run", "what", kind=str)
     updates: int = option(3, "updates in total", "what")
+    epochs: float = option(None, "in place of --updates: as many as take each prompt E times", "what", kind=float)
     reward: str = option(None, "module:function or file.py:function in place of Math-Verify on \\boxed{}", "what", kind=str)
-    seed: int = option(42, "seed of sampling and of the trainer", "what")
+    seed: int = option(42, "seed of sampling, of the trainer, of --shuffle and --max-prompts", "what")
     track: str = option(None, "also show the run's numbers in Weights & Biases or trackio", "what", ("wandb", "trackio"), str)
     profile: int = option(0, "trace this update (from 1) into RUN/profile, for Perfetto; 0 is off", "what")
     dry_run: bool = option(False, "check everything, print what the run will need, and end", "what")
+
+    input_key: str = option("prompt", "field of a row that holds the prompt", "data")
+    label_key: str = option("label", "field of a row that holds the label", "data")
+    label_as_string: bool = option(False, "take a number as label, as text", "data")
+    apply_chat_template: bool = option(False, "prompts are chat messages, or one of the user; the model's template", "data")
+    chat_template_args: str = option("{}", "JSON object of arguments for the chat template (enable_thinking, …)", "data")
+    drop_long_prompts: bool = option(False, "drop and count prompts above --max-prompt-len, which are else refused", "data")
+    max_prompts: int = option(0, "train on N prompts: the first, or with --shuffle a choice by --seed; 0 is all", "data")
+    shuffle: bool = option(False, "another order in each epoch, from --seed; else the order of the file", "data")
 
     rollout_batch_size: int = option(4, "prompts an update", "rollout")
     n_samples_per_prompt: int = option(None, "completions a prompt (grpo 4, others 1)", "rollout", kind=int)
@@ -85,7 +99,7 @@ class Recipe:
     )
     train_env_vars: str = option("{}", "JSON object of environment variables, set in the trainer before torch starts", "training")
 
-    eval_data: str = option(None, "held-out JSONL, evaluated at start and end", "evaluation", kind=str)
+    eval_data: str = option(None, "held-out rows, read as --data is; evaluated at start and end", "evaluation", kind=str)
     eval_interval: int = option(0, "also evaluate after every N updates; 0 is off", "evaluation")
     eval_samples: int = option(4, "samples a held-out row, at --temperature", "evaluation")
 
@@ -104,10 +118,10 @@ class Recipe:
     engine_revision: str = option(None, "checked against the installed vLLM where it can tell", "placement", kind=str)
 
 
-# What a resume may change (DESIGN §6). Paths of inputs are compared by content instead.
+# What a resume may change (DESIGN §6). Paths of inputs are compared by content instead, --epochs as the updates that it gives.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile", "epochs",
 }  # fmt: skip
 
 
@@ -131,11 +145,19 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
             extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
         group.add_argument(flag, **extra)
     parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could stand here
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     given = vars(parser.parse_args(argv))
     if empty := [name for name, value in given.items() if isinstance(value, list)]:
         parser.error(f"--{empty[0].replace('_', '-')}: -- is no value")  # argparse makes an empty list of --option=--
     path = given.pop("config")
     values, named = read_config_file(Path(path)) if path else ({}, set())
+    for one, other in (("epochs", "updates"), ("updates", "epochs")):  # two ways to say one thing
+        if one in given and other not in given:
+            values.pop(other, None)
+            named.discard(other)
     return {**values, **given}, named | set(given)
 
 
@@ -173,7 +195,7 @@ def checked_settings(raw: dict, where: str) -> dict:
         if name not in fields or name in ("resume", "dry_run"):
             raise ValueError(f"{where}: {json.dumps(key)} is no setting")
         kind, choices = fields[name].metadata["kind"] or type(fields[name].default), fields[name].metadata["choices"]
-        if name == "train_env_vars" and isinstance(value, dict):
+        if name in ("train_env_vars", "chat_template_args") and isinstance(value, dict):
             value = json.dumps(value, default=lambda other: [str(other)])  # `resolve` refuses what is no string
         if kind is float and type(value) is int and abs(value) < 1e300:
             value = float(value)
@@ -202,6 +224,8 @@ _KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true
 
 def resolve(values: dict, given: set[str]) -> Recipe:
     """Fill in the defaults that depend on other settings, and check each setting on its own. Raises ValueError."""
+    import data
+
     r = Recipe(**values)
     for name, value in dataclasses.asdict(r).items():
         if isinstance(value, str) and not _is_text(value):
@@ -230,7 +254,7 @@ def resolve(values: dict, given: set[str]) -> Recipe:
                 f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
             )
     for name in ("lr", "critic_lr", "weight_decay", "clip_grad", "kl_budget", "max_logprob_error", "eval_interval", "stop_after",
-                 "kv_cache_gib", "train_memory_gib", "seed", "profile"):  # fmt: skip
+                 "kv_cache_gib", "train_memory_gib", "seed", "profile", "max_prompts"):  # fmt: skip
         value = getattr(r, name)
         most = MOST.get(name, 2**31 - 1)
         if value is not None and not 0 <= value <= most:
@@ -248,10 +272,19 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError("--algorithm grpo compares completions of one prompt: --n-samples-per-prompt must be at least 2")
     if r.algorithm == "flow-dppo" and r.rollout_batch_size * r.n_samples_per_prompt % 2:
         raise ValueError("--algorithm flow-dppo steps on two halves: prompts × completions must be even")
-    if r.stop_after > r.updates:
+    if {"epochs", "updates"} <= given:
+        raise ValueError("--epochs and --updates both say how long to train; give one")
+    if r.epochs is not None and not 0 < r.epochs <= 1e6:
+        raise ValueError(f"--epochs must be above 0 and at most 1e6, not {r.epochs}")
+    if r.epochs is None and r.stop_after > r.updates:
         raise ValueError(f"--stop-after {r.stop_after} lies beyond --updates {r.updates}")
-    if r.profile > r.updates:
+    if r.epochs is None and r.profile > r.updates:
         raise ValueError(f"--profile {r.profile} lies beyond --updates {r.updates}")
+    for name in ("input_key", "label_key"):
+        if not getattr(r, name):
+            raise ValueError(f"--{name.replace('_', '-')} is empty")
+    if data.parse_template_arguments(r.chat_template_args) and not r.apply_chat_template:
+        raise ValueError("--chat-template-args needs --apply-chat-template")
     if r.eval_interval and not r.eval_data:
         raise ValueError("--eval-interval needs --eval-data")
     if r.track and importlib.util.find_spec(r.track) is None:
@@ -266,6 +299,18 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         if not name or "=" in name or not _is_text(name + value):
             raise ValueError(f"--train-env-vars: an environment cannot hold {_shown({name: value})}")
     return r
+
+
+def with_updates(r: Recipe, prompts: int) -> Recipe:
+    """The recipe with --epochs worked out: E times through `prompts`, and the batch that is begun is filled. ValueError."""
+    if r.epochs is None:
+        return r
+    updates = math.ceil(fractions.Fraction(str(r.epochs)) * prompts / r.rollout_batch_size)  # in floats 0.1 × 30 is above 3
+    if updates >= 2**31:
+        raise ValueError(f"--epochs {r.epochs:g} of {prompts:,} prompts are {updates:,} updates; at most 2147483647 are taken")
+    if r.stop_after > updates:
+        raise ValueError(f"--stop-after {r.stop_after} lies beyond --epochs {r.epochs:g}, which are {updates} updates")
+    return dataclasses.replace(r, updates=updates, epochs=None)
 
 
 # The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
@@ -287,6 +332,7 @@ class Inputs:
     prompts: list
     held_out: list
     contents: dict
+    rows: dict  # {"data"|"eval_data": {"prompts": taken, "dropped": too long}}
 
 
 def check(r: Recipe) -> Inputs:
@@ -303,24 +349,34 @@ def check(r: Recipe) -> Inputs:
             f" max_position_embeddings {config.max_position_embeddings}"
         )
     tokenizer = data.load_tokenizer(r.model)
-    prompts = data.read_prompts(r.data, tokenizer, r.max_prompt_len, config.vocab_size)
-    held_out = data.read_prompts(r.eval_data, tokenizer, r.max_prompt_len, config.vocab_size) if r.eval_data else []
+    how = data.Reading(**{field.name: getattr(r, field.name) for field in dataclasses.fields(data.Reading)})
+    read, rows = {}, {}
+    for name in ("data", "eval_data"):
+        if path := getattr(r, name):
+            dropped = [] if r.drop_long_prompts else None
+            read[name] = data.read_prompts(path, tokenizer, r.max_prompt_len, config.vocab_size, how, dropped)
+            if name == "data":
+                read[name] = data.capped(read[name], r.max_prompts, r.seed if r.shuffle else None)
+            rows[name] = {"prompts": len(read[name]), "dropped": len(dropped or ())}
+            if dropped:
+                print(f"{path}: {len(dropped):,} prompts above {r.max_prompt_len} tokens are dropped, the first {dropped[0]}")
     with reward.Grader(r.reward):
         pass
     contents = {
         "model": model_content(Path(r.model)),
-        "data": data.file_digest(r.data),
-        "eval_data": data.file_digest(r.eval_data) if r.eval_data else None,
+        "data": data.content(r.data),
+        "eval_data": data.content(r.eval_data) if r.eval_data else None,
         "reward": f"{reward.reward_source(r.reward)[1]}:{r.reward.rpartition(':')[2]}" if r.reward else None,
     }
-    return Inputs(config, tokenizer, prompts, held_out, contents)
+    return Inputs(config, tokenizer, read["data"], read.get("eval_data", []), contents, rows)
 
 
 def model_content(model: Path) -> dict:
-    """What a resume compares of the model: its JSON files by content, its weights by size (a checkpoint holds the policy)."""
+    """What a resume compares of the model: its JSON files and chat template by content, its weights by size (a checkpoint holds
+    the policy)."""
     import data
 
-    described = {p.name: data.file_digest(p) for p in sorted(model.glob("*.json"))}
+    described = {p.name: data.file_digest(p) for p in (*sorted(model.glob("*.json")), *sorted(model.glob("*.jinja")))}
     return {**described, **{p.name: p.stat().st_size for p in sorted(model.glob("*.safetensors"))}}
 
 
@@ -505,6 +561,7 @@ class Stop:
 
 def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int, stop: Stop) -> int:
     """Updates `start`.. of the run, in the order in which things happen. Returns the exit code."""
+    import data
     import watch
 
     run, last = Path(r.output), (r.stop_after or r.updates)
@@ -535,7 +592,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
             show.evaluation("before", evaluation["before"])
 
         with clock("rollout"):
-            batch, cursor = take(inputs.prompts, cursor, r.rollout_batch_size)
+            batch, cursor = data.batch(inputs.prompts, cursor, r.rollout_batch_size, r.seed if r.shuffle else None)
             completions = roll_out(r, at, batch, update)
         with clock("grade"):
             graded = grade(grader, inputs, completions)
@@ -585,11 +642,6 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     return 128 + stop.signal if stop.signal else 0
 
 
-def take(prompts: list, cursor: int, n: int) -> tuple[list, int]:
-    """The next `n` prompts in file order, beginning again at the end; `cursor` counts prompts taken in total."""
-    return [prompts[(cursor + i) % len(prompts)] for i in range(n)], cursor + n
-
-
 def roll_out(r: Recipe, at: Placed, batch: list, update: int) -> list[dict]:
     """Completions of the batch in sample order: prompt 0's first, then prompt 1's, …"""
     from rollout import completion_seed
@@ -632,8 +684,11 @@ def grade(grader, inputs: Inputs, completions: list[dict]) -> dict:
 
 
 def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dict:
-    """Held-out accuracy of the committed policy: sampled at --temperature, --eval-samples a row, and greedy beside it."""
+    """Held-out accuracy of the committed policy: sampled at --temperature, --eval-samples a row, and greedy beside it.
+
+    What evaluate.py says of it, pass@k and each `source` by itself included."""
     from data import decode
+    from evaluate import breakdown
     from rollout import completion_seed
 
     k = r.eval_samples
@@ -652,9 +707,10 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
     texts = [decode(inputs.tokenizer, a["response_tokens"]) for a in answers]
     rows = [p for p in inputs.held_out for _ in range(k + 1)]
     grades = grader.grade([(p.prompt, text, p.label) for p, text in zip(rows, texts, strict=True)])
-    sampled = [g.reward for i, g in enumerate(grades) if i % (k + 1) < k]
-    greedy = [g.reward for i, g in enumerate(grades) if i % (k + 1) == k]
-    return {"updates": updates, "accuracy": mean(sampled), "greedy": mean(greedy), "rows": len(greedy), "samples": k}
+    for answer, one in zip(answers, grades, strict=True):
+        answer["reward"] = one.reward
+    rows = [answers[i : i + k + 1] for i in range(0, len(answers), k + 1)]
+    return {"updates": updates, "samples": k, **breakdown(rows, [p.source for p in inputs.held_out], k, 1.0)}
 
 
 def publication_path(run: Path, transport: str) -> Path:
@@ -694,7 +750,7 @@ class Progress:
 
         self.total, self.bar = r.updates, None
         self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, dataclasses.asdict(r))
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:  # 0: `docker run -t` and script(1) in CI
             from tqdm import tqdm
 
             self.bar = tqdm(total=r.updates, initial=start, unit="update", dynamic_ncols=True)
@@ -706,7 +762,9 @@ class Progress:
             self.bar.write(text)
 
     def evaluation(self, when: str, e: dict) -> None:
-        self.say(f"held-out {when}: sampled {e['accuracy']:.1%}, greedy {e['greedy']:.1%} ({e['rows']} rows × {e['samples']})")
+        k = e["samples"]
+        best = f", pass@{k} {e['pass_at'][str(k)]:.1%}" if k > 1 else ""
+        self.say(f"held-out {when}: sampled {e['accuracy']:.1%}, greedy {e['greedy']:.1%}{best} ({e['rows']} rows × {k})")
 
     def update(self, row: dict) -> None:
         s = row["seconds"]
@@ -761,7 +819,8 @@ def main(argv: list[str]) -> int:
         saved = checkpoint.read_run(run)
         own = check_record(saved, str(run / "run.json"))
         r = resolve({**own, **given}, names)
-        changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE)
+        later = {"updates"} if r.epochs is not None else set()  # compared when the prompts are counted
+        changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE | later)
         if changed:
             raise ValueError("--resume: " + "; ".join(f"{n}: the run has {a!r}, asked {b!r}" for n, a, b in changed))
         r = dataclasses.replace(r, device=saved["device"])  # what `auto` was: another device would round otherwise
@@ -771,6 +830,9 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{run} already holds a run; go on with --resume, or choose another --output")
         check_output(run)
     inputs = check(r)
+    r = with_updates(r, len(inputs.prompts))
+    if saved and r.updates != saved["recipe"]["updates"]:
+        raise ValueError(f"--resume: updates: the run has {saved['recipe']['updates']}, asked {r.updates} by --epochs")
     if r.dry_run:
         import plan
 
@@ -866,6 +928,7 @@ def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> 
     return {
         "recipe": recipe,
         "contents": inputs.contents,
+        "rows": inputs.rows,
         "versions": versions,
         "device": at.device,
         "transport": at.transport,

@@ -25,7 +25,8 @@ def seam(*points: str) -> dict[str, str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **extra}
+    own = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": own, **extra}
 
 
 def start(*args: str, **extra: str) -> subprocess.Popen:

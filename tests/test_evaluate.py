@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -137,13 +138,57 @@ def test_the_table_has_one_line_a_source_and_no_raw_control_characters():
     assert "pass@" not in evaluate.table({"all": evaluate.figures([row(1.0)], 0, 1.0)})
 
 
-def test_sources_are_those_of_the_rows(tmp_path):
+def test_rows_are_broken_down_by_source_and_many_sources_are_counted_together():
+    rows = [row(1.0, 1.0), row(0.0, 0.0), row(1.0, 0.0)]
+    found = evaluate.breakdown(rows, ["a", "b", None], 1, 1.0)
+    assert found["rows"] == 3 and list(found["sources"]) == ["(none)", "a", "b"]
+    assert found["sources"]["a"] == evaluate.figures(rows[:1], 1, 1.0)
+    assert evaluate.breakdown(rows, [None] * 3, 1, 1.0)["sources"] == {}
+    many = evaluate.breakdown(rows * 200, [str(i // 2) for i in range(600)], 1, 1.0)["sources"]
+    assert len(many) == evaluate.MOST_SOURCES + 1 and many["(other)"]["rows"] == 600 - 2 * evaluate.MOST_SOURCES
+
+
+def test_the_data_options_of_a_run_are_the_evaluations_unless_given(tmp_path):
     file = tmp_path / "a.jsonl"
-    rows = [{"source": "a"}, {"source": 3}, {}, {"source": "\u2028b"}]
-    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows).encode() + b"\r\n\r\n")
-    assert evaluate.sources(str(file), 4) == ["a", None, None, "\u2028b"]
-    with pytest.raises(ValueError, match="changed"):
-        evaluate.sources(str(file), 5)
+    file.write_text("{}\n")
+    recipe = {"input_key": "question", "apply_chat_template": True, "chat_template_args": '{"a": 1}', "drop_long_prompts": True,
+              "max_prompt_len": 9, "label_as_string": True}  # fmt: skip
+    policy = type("Policy", (), {"recipe": recipe})
+    asked = evaluate.parse(["--run", "RUN", "--data", str(file)])
+    evaluate.settle(asked, policy, {})
+    assert {name: getattr(asked, name) for name in recipe} == recipe and asked.label_key == "label"
+    words = ["--no-apply-chat-template", "--chat-template-args", "{}", "--input-key", "q", "--no-drop-long-prompts"]
+    asked = evaluate.parse(["--run", "RUN", "--data", str(file), *words])
+    evaluate.settle(asked, policy, {})
+    assert not asked.apply_chat_template and asked.input_key == "q" and asked.max_prompt_len is None
+    for words, name in (
+        (["--chat-template-args", '{"a": 1}'], "--chat-template-args needs --apply-chat-template"),
+        (["--chat-template-args", "x"], "--chat-template-args is not JSON"),
+        (["--max-prompts", "-1"], "--max-prompts"),
+        (["--max-prompt-len", "0"], "--max-prompt-len"),
+        (["--label-key", ""], "--label-key"),
+    ):
+        asked = evaluate.parse(["--model", "DIR", "--data", str(file), *words])
+        with pytest.raises(ValueError, match=name):
+            evaluate.settle(asked, None, {})
+
+
+def test_what_libraries_print_is_kept_from_the_screen_and_shown_where_they_fail(capfd):
+    def noise():  # past Python's streams, of which pytest has put its own in place
+        os.write(1, b"out\n")
+        os.write(2, b"C++\n")
+
+    with evaluate.quiet():
+        noise()
+    with pytest.raises(ValueError), evaluate.quiet():
+        noise()
+        raise ValueError("bad input")
+    print("after")
+    assert capfd.readouterr() == ("after\n", "")
+    with pytest.raises(RuntimeError), evaluate.quiet():
+        noise()
+        raise RuntimeError
+    assert capfd.readouterr() == ("", "out\nC++\n")
 
 
 def test_nothing_is_generated_before_the_commit_and_a_wrong_digest_stops(tmp_path):

@@ -145,6 +145,21 @@ def test_bad_input_is_one_line_with_exit_code_2(tmp_path, capsys):
         assert code == 2 and err.startswith("report.py: error: ") and err.count("\n") == 1 and words in err, err
 
 
+def test_held_out_figures_of_each_source_are_shown_from_first_to_last_with_pass_at_k(tmp_path):
+    def evaluation(updates, share):
+        part = {"rows": 4, "accuracy": share, "greedy": share, "pass_at": {"1": share, "4": 2 * share}}
+        sources = {"algebra": part, "<b>\u202e": part, "broken": 3, "none": {"rows": None, "pass_at": [], "accuracy": HOSTILE}}
+        return {"updates": updates, "samples": 4, **part, "sources": sources}
+
+    run = made(tmp_path / "run", 0)
+    for n, e in enumerate(({"before": evaluation(0, 0.25)}, {"after": evaluation(2, 0.5)})):
+        checkpoint.append_rollouts(run, n, [])
+        checkpoint.append_metrics(run, {"update": n, "reward_mean": 0.5, "eval": e, "seconds": {"total": 1.0}})
+    text = page(run).text
+    assert "Held-out accuracy by source, first evaluation to last" in text and "algebra" in text and "<b>" in text
+    assert text.count("25.0% → 50.0%") == 2 + 4 and text.count("50.0% → 100.0%") == 2 and "pass@4" in text
+
+
 def test_a_long_run_is_binned_and_its_largest_gap_is_kept():
     points = [(n, 1e-7) for n in range(10_000)]
     points[1234] = (1234, 0.5)

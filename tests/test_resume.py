@@ -305,6 +305,7 @@ def test_a_full_disk_is_a_clear_error_and_the_run_resumes_once_there_is_room(who
 
 OTHER = {  # a value that differs from the one of `recorded`; of choices and flags the other one is taken
     "algorithm": "ppo", "train_env_vars": '{"A": "1"}', "model_revision": "x", "engine_revision": "x",
+    "chat_template_args": '{"A": "1"}',
 }  # fmt: skip
 
 
@@ -342,7 +343,11 @@ def other_value(field, value) -> list[str]:
     return [flag, str(value * 2 if value else 1)]
 
 
-NEEDS = {"eval_interval": ["--eval-data", str(job.TINY / "heldout.jsonl")], "kl_budget": ["--algorithm", "flow-dppo"]}
+NEEDS = {
+    "eval_interval": ["--eval-data", str(job.TINY / "heldout.jsonl")],
+    "kl_budget": ["--algorithm", "flow-dppo"],
+    "chat_template_args": ["--apply-chat-template"],
+}
 MATTER = [f for f in dataclasses.fields(command.Recipe) if f.name not in command.FREE]
 
 
@@ -358,6 +363,13 @@ def test_a_resume_refuses_several_changes_and_names_them_all(recorded):
     message = refusal(recorded, "--updates", "9", "--lr", "0.5", "--seed", "7")
     for said in ("updates: the run has 3, asked 9", "lr: the run has 0.001, asked 0.5", "seed: the run has 42, asked 7"):
         assert said in message
+
+
+def test_epochs_that_give_other_updates_are_refused_on_a_resume_and_those_that_give_the_same_are_not(recorded):
+    assert "updates: the run has 3, asked 1050 by --epochs" in refusal(recorded, "--epochs", "1")
+    with checkpoint.lock_run(recorded / "run"):  # nothing is refused: it comes as far as the lock
+        with pytest.raises(checkpoint.RunLocked):
+            command.main(["--resume", "--output", str(recorded / "run"), "--epochs", "0.002"])
 
 
 def test_inputs_are_compared_by_content_wherever_they_lie(recorded, tmp_path):
@@ -380,6 +392,8 @@ def test_inputs_are_compared_by_content_wherever_they_lie(recorded, tmp_path):
     digest(message, "data")
     digest(message, "model config.json")
     digest(refusal(recorded, "--eval-data", str(data)), "eval_data")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert "model chat_template.jinja" in refusal(recorded, *moved)
 
 
 @pytest.mark.slow

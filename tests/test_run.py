@@ -1,10 +1,13 @@
 """The whole job through `run.py` in fresh processes: the loop, its record, bad input, and that the losses are the library's."""
 
 import dataclasses
+import fcntl
 import gzip
 import json
 import os
 import signal
+import struct
+import termios
 import time
 
 import job
@@ -157,6 +160,9 @@ BAD = {
     "odd halves": (["--algorithm", "flow-dppo", "--rollout-batch-size", "3"], "even"),
     "unknown option": (["--learning-rate", "1"], "--learning-rate"),
     "not a number": (["--lr", "nan"], "--lr"),
+    "no chat template": (["--apply-chat-template"], "--apply-chat-template: the model folder holds no chat template"),
+    "arguments of no template": (["--chat-template-args", '{"a": 1}'], "--chat-template-args needs"),
+    "no such field": (["--label-key", "answer"], 'train.jsonl:1: "answer" is missing'),
 }
 
 
@@ -184,6 +190,44 @@ def test_the_record_of_a_run_can_be_given_back_as_its_config(grpo):
     assert dataclasses.asdict(again) == {**record["recipe"], "output": "elsewhere", "resume": False, "dry_run": False}
 
 
+@pytest.mark.parametrize("columns, bar", [(150, True), (0, False)])
+def test_progress_is_a_bar_in_a_terminal_and_lines_in_one_without_width(columns, bar, tmp_path, monkeypatch, capsys):
+    small = ["--model", "m", "--data", "d", "--output", str(tmp_path)]
+    recipe = command.resolve(*command.parse(small))
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        show = command.Progress(recipe, 0)
+        seconds = {"train": 1.0, "total": 1.0}
+        show.update({"update": 0, "reward_mean": 0.5, "loss": 0.0, "max_logprob_error": 0.0, "seconds": seconds})
+        show.close()
+        shown = os.read(screen, 4096).decode() if bar else ""
+    os.close(screen)
+    assert ("1/3" in shown and "reward 0.500" in shown) == bar
+    assert ("update 1/3: reward 0.500" in capsys.readouterr().out) != bar
+
+
+def test_epochs_give_the_updates_that_take_each_prompt_as_often_and_only_one_of_the_two_counts(tmp_path):
+    small = ["--model", "m", "--data", "d", "--output", "o", "--rollout-batch-size", "8"]
+
+    def updates(*words, prompts):
+        return command.with_updates(command.resolve(*command.parse([*small, *words])), prompts).updates
+
+    assert updates("--epochs", "2", prompts=4200) == 1050 and updates("--epochs", "1", prompts=9) == 2
+    assert updates("--epochs", "0.8", prompts=30) == 3 and updates(prompts=30) == 3
+    file = tmp_path / "recipe.toml"
+    file.write_text("epochs = 2\n")
+    assert updates("--config", str(file), prompts=8) == 2 and updates("--config", str(file), "--updates", "9", prompts=8) == 9
+    file.write_text("epochs = 2\nupdates = 5\n")
+    for words in (["--config", str(file)], ["--epochs", "1", "--updates", "4"]):
+        with pytest.raises(ValueError, match="--epochs and --updates"):
+            updates(*words, prompts=8)
+    for words in (["--epochs", "0"], ["--epochs", "nan"], ["--epochs", "1e5"], ["--epochs", "1", "--stop-after", "3"]):
+        with pytest.raises(ValueError, match="--epochs"):
+            updates(*words, prompts=10**7 if "1e5" in words else 16)
+
+
 @pytest.mark.parametrize("text", ["lr = 'x'", "updates = 1.5", "colocate = 1", "learning_rate = 1", "algorithm = 'a2c'", "= 1"])
 def test_a_config_file_with_a_mistake_is_refused_by_name(text, tmp_path):
     (tmp_path / "bad.toml").write_text(text)
@@ -192,8 +236,11 @@ def test_a_config_file_with_a_mistake_is_refused_by_name(text, tmp_path):
 
 
 def test_a_dry_run_prints_what_the_run_needs_and_makes_nothing(tmp_path):
-    code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), "--dry-run", timeout=60)
-    assert code == 0 and "678,784 parameters" in output and "4,200 prompts" in output
+    data = ["--max-prompt-len", "14", "--drop-long-prompts", "--max-prompts", "900", "--shuffle", "--epochs", "2"]
+    code, output = job.run(*job.SMALL, *data, "--output", str(tmp_path / "run"), "--dry-run", timeout=60)
+    assert code == 0 and "678,784 parameters" in output
+    assert "900 prompts of 7 to 14 tokens; 2 times through in 450 updates" in output
+    assert "prompts above 14 tokens are dropped, the first " in output
     assert not (tmp_path / "run").exists()
 
 
