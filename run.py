@@ -26,6 +26,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -483,7 +484,8 @@ def started_ray(r: Recipe, stop: Stop):
         if not lost:
             ray.shutdown()
         elif folder:  # it would wait for the head
-            end_processes(folder)
+            for pid in children(os.getpid(), folder):
+                os.kill(pid, signal.SIGKILL)
 
     with contextlib.ExitStack() as stack:
         stack.callback(done.set)
@@ -496,14 +498,12 @@ def started_ray(r: Recipe, stop: Stop):
                 ray.init(address=r.ray_address, **quiet)
             else:
                 folder = stack.enter_context(ray_folder(Path(r.output)))
-                # For Ray's processes alone: this one has read its own, 60 s, at the import, and `watch_ray` is faster.
-                for name in ("RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_gcs_server_request_timeout_seconds"):
-                    os.environ.setdefault(name, "15")
                 stack.callback(leave)
                 ray.init(
                     "local", num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False,
                     _temp_dir=folder, **quiet,
                 )  # fmt: skip
+                end_with_this_process([pid for raylet in children(os.getpid(), folder) for pid in children(raylet, "")])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             stop.install()  # ray.init puts a SIGTERM handler of its own in place, which ends the process at once
@@ -518,13 +518,38 @@ def started_ray(r: Recipe, stop: Stop):
         yield at_end
 
 
-def end_processes(folder: str) -> None:
-    """Kill those of this process's children that were started with `folder` among their arguments: Ray's own processes."""
+def children(parent: int, argument: str) -> list[int]:
+    """Processes that `parent` started, with `argument` in their command line."""
+    found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and folder.encode() in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
+            started_by = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if started_by == parent and argument.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def end_with_this_process(pids: list[int]) -> None:
+    """Have processes killed when this one is gone, in whatever way: a helper waits for the end of its standard input.
+
+    For Ray's two agents, which the raylet starts. The kernel ends the other processes of Ray with the driver, and the agents
+    then try for 60 s to tell Ray's head, which is gone too, that the raylet died (Ray 2.60). The helper holds them by file
+    descriptor: should one have ended before, no other process that got its number is hit.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no pidfd on this system: the agents end in their own time
+        held = [os.pidfd_open(pid) for pid in pids]
+        code = (
+            "import contextlib, signal, sys\nsys.stdin.read()\nfor fd in map(int, sys.argv[1:]):\n"
+            "    with contextlib.suppress(OSError):\n        signal.pidfd_send_signal(fd, signal.SIGKILL)\n"
+        )
+        command = [sys.executable, "-S", "-E", "-c", code, *map(str, held)]
+        helper = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=held, start_new_session=True)
+        _helpers.append(helper)  # its pipe stays open as long as this process lives
+        for fd in held:
+            os.close(fd)
+
+
+_helpers: list = []
 
 
 def ray_environment(r: Recipe) -> None:

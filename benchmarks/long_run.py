@@ -2,9 +2,9 @@
 
     python benchmarks/long_run.py             # 500 updates of the tiny model, some minutes
 
-GRPO on the shipped tiny model, a checkpoint every 25 updates. Memory is the proportional share (PSS) of each process: what it
-holds alone, and its part of what it shares. The slope is a straight line through all samples of the second half. Beside it
-stand the gap between trainer's and engine's log-probabilities, early and late, and what is left when the run is over. Writes
+GRPO on the shipped tiny model, a checkpoint every 25 updates. Memory is what each process holds alone (USS): what it shares
+with others changes when they come and go. The slope is a straight line through all samples of the second half. Beside it stand
+the gap between trainer's and engine's log-probabilities, early and late, and what is left when the run is over. Writes
 results/long_run.json.
 """
 
@@ -33,7 +33,7 @@ NAMES = {  # what a command line holds → what the process is
     "/raylet/raylet": "Ray's raylet", "ray::DashboardAgent": "Ray's dashboard agent",
     "ray::RuntimeEnvAgent": "Ray's environment agent",
     "autoscaler/_private/monitor.py": "Ray's monitor", "ray/dashboard/dashboard.py": "Ray's dashboard head",
-    "log_monitor.py": "Ray's log monitor", "process_reaper": "Ray's reaper", "ray::IDLE": "Ray's idle worker",
+    "log_monitor.py": "Ray's log monitor", "pidfd_send_signal": "helper", "ray::IDLE": "Ray's idle worker",
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def sample(driver: psutil.Process, run: Path) -> dict:
     for process in [driver, *driver.children(recursive=True)]:
         try:
             name = name_of(process, driver.pid)
-            memory[name] = memory.get(name, 0) + process.memory_full_info().pss / 2**20
+            memory[name] = memory.get(name, 0) + process.memory_full_info().uss / 2**20
             handles[name] = handles.get(name, 0) + process.num_fds()
         except psutil.Error:
             continue

@@ -205,20 +205,20 @@ def long_run() -> list[str]:
     lines += [
         f"{e['updates']} GRPO updates of the tiny model, {s['prompts']} prompts × {s['completions']} completions, a checkpoint"
         f" every {e['save_interval']}, in {e['seconds']:.0f} s on {e['machine']['cpu']}, {e['machine']['cores']} cores ({used})."
-        f" Made by `benchmarks/long_run.py`; {e['samples']} samples, each the median around its update; growth is the slope of a straight"
-        " line over the second half.",
+        f" Made by `benchmarks/long_run.py`; {e['samples']} samples, each the median around its update; growth is"
+        " the slope of a straight line over the second half.",
         "",
     ]
     show = lambda x: "" if x is None else f"{x:,.1f}"  # noqa: E731
-    for what, title in (("memory", "memory (PSS), MiB"), ("handles", "open files"), ("disk", "disk, MiB")):
+    for what, title in (("memory", "memory (USS), MiB"), ("handles", "open files"), ("disk", "disk, MiB")):
         head = [title, *(f"update {u}" for u in e["points"]), "growth in 100 updates"]
         rows = [[n, *map(show, r["at"]), "" if r["per_100"] is None else f"{r['per_100']:+.2f}"] for n, r in e[what].items()]
         lines += table(head, rows)
     (gap, late), (first, last), left = e["gap"], e["update_seconds"], e["left"]
     lines += [
-        f"Largest log-probability gap of an update, trainer against engine: median {gap:.1e} over the first {e['window']} updates,"
-        f" {late:.1e} over the last. Seconds of an update: {first:.2f} and {last:.2f}. Left on the machine"
-        f" afterwards: {left['processes']} processes, {left['files']} files or folders outside the run directory.",
+        f"Largest log-probability gap of an update, trainer against engine: median {gap:.1e} in the first {e['window']} updates,"
+        f" {late:.1e} over the last. Seconds of an update: {first:.2f} and {last:.2f}. Left on the machine after it:"
+        f" {left['processes']} processes, {left['files']} files or folders outside the run directory.",
         "",
     ]
     return lines
