@@ -566,7 +566,7 @@ def ray_environment(r: Recipe) -> None:
             "RAY_ROTATION_MAX_BYTES": str(16 << 20),
             "RAY_ROTATION_BACKUP_COUNT": "1",
             # Rendezvous of torch, NCCL and vLLM: by default they take the interface that the host's name stands for.
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "NCCL_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
         }

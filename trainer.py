@@ -259,7 +259,7 @@ class Network:
         held = {}
         for name, p in self.model.named_parameters():
             main = p if getattr(p, "main_param", None) is None else p.main_param
-            held |= {name: p.data, f"the FP32 main copy of {name}": main.data}
+            held |= {name: p.data} if main is p else {name: p.data, f"the FP32 main copy of {name}": main.data}
             held |= {f"{key} of {name}": t for key, t in state.get(main, {}).items() if torch.is_tensor(t)}
         held = {name: t for name, t in held.items() if t.is_floating_point() and t.numel() and t.device.type == p.device.type}
         largest = torch.stack([x.float() for x in torch._foreach_norm(list(held.values()), float("inf"))])

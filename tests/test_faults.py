@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -293,6 +294,13 @@ def test_the_death_of_rays_head_is_one_clear_line_within_a_minute_and_no_process
 # --- the rest of the matrix: each fault, then a resume that equals the uninterrupted run -----------------------------
 
 
+@pytest.fixture
+def short():
+    """A folder for Ray with a short name: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
 def faulty(run: Path, *points: str, **more: str) -> tuple[int, str, float]:
     began = time.monotonic()
     code, output = job.run(*arguments("flow-dppo"), "--output", str(run), **job.seam(*points), **more)
@@ -315,9 +323,9 @@ def test_a_run_whose_ray_died_resumes_exactly(name, said, whole, tmp_path):  # n
 
 
 @pytest.mark.slow
-def test_after_kill_9_of_the_driver_no_process_of_its_ray_lives_for_half_a_minute(tmp_path):
+def test_after_kill_9_of_the_driver_no_process_of_its_ray_lives_for_half_a_minute(tmp_path, short):
     run = tmp_path / "run"
-    process = job.start(*arguments("grpo"), "--updates", "5000", "--output", str(run), RAY_TMPDIR=str(tmp_path))
+    process = job.start(*arguments("grpo"), "--updates", "5000", "--output", str(run), RAY_TMPDIR=short)
     wait_for((run / "metrics.jsonl").exists)
     all_of_them = processes(process.pid)
     assert len(all_of_them) > 6
@@ -375,8 +383,8 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_busy_cluster_is_an_error_that_lists_what_is_needed_and_what_is_free(tmp_path):
-    environment = job.environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_TMPDIR=str(tmp_path))
+def test_a_busy_cluster_is_an_error_that_lists_what_is_needed_and_what_is_free(tmp_path, short):
+    environment = job.environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_TMPDIR=short)
     words = [sys.executable, "-c", CLUSTER]
     cluster = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
