@@ -475,7 +475,7 @@ def started_ray(r: Recipe, stop: Stop):
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    closing, done, lost, folder = threading.Event(), threading.Event(), [], None
+    closing, done, lost, failed, folder = threading.Event(), threading.Event(), [], [], None
 
     def at_end(call, *args):
         stack.callback(lambda: None if lost else call(*args))
@@ -514,8 +514,14 @@ def started_ray(r: Recipe, stop: Stop):
         watch_ray({
             "Ray's head (GCS)": parse_address(ray.get_runtime_context().gcs_address),
             "Ray's node process (raylet)": (here["NodeManagerAddress"], here["NodeManagerPort"]),
-        }, lost, closing, done)  # fmt: skip
-        yield at_end
+        }, lost, failed, closing, done)  # fmt: skip
+        try:
+            yield at_end
+        except Exception as error:
+            if lost:  # whatever it became on its way: raised inside an extension it arrives as a SystemError
+                error = ray_died(lost)
+            failed.append(error)
+            raise error from None
 
 
 def children(parent: int, argument: str) -> list[int]:
@@ -619,21 +625,23 @@ RAY_FOLDER = "nanbeige-ray-"
 _SECRETS = shutil.ignore_patterns("runtime_env*")  # hold the values of --train-env-vars
 
 
-def watch_ray(addresses: dict, lost: list, closing: threading.Event, done: threading.Event) -> None:
+def ray_died(lost: list) -> ConnectionError:
+    return ConnectionError(f"{lost[0]}; --resume goes on with the run")
+
+
+def watch_ray(addresses: dict, lost: list, failed: list, closing: threading.Event, done: threading.Event) -> None:
     """End the run with one line when one of Ray's own processes, {name: (host, port)}, has been gone for ten seconds.
 
     Without its head, calls to actors go on, but the death of an actor is not reported any more: `ray.get` would wait for it
     until Ray ends this process after 60 s, with a text of its own. So a thread looks whether they answer, until `closing`.
     What it finds goes to `lost`, and is raised in the main thread. Where that has not led to `done` in 25 s, the process is
-    ended; and so it is afterwards, since Ray's exit handler waits for the head, too.
+    ended; and so it is afterwards, since Ray's exit handler waits for the head, too. Where the run ends for another reason,
+    which may have stood in `failed` by then, Ray has 30 s to shut down.
     """
-
-    def error() -> ConnectionError:
-        return ConnectionError(f"{lost[0]}; --resume goes on with the run")
 
     def interrupt(*_):
         if lost:
-            raise error()
+            raise ray_died(lost)
 
     def answers(address: tuple[str, int]) -> bool:
         try:
@@ -646,6 +654,9 @@ def watch_ray(addresses: dict, lost: list, closing: threading.Event, done: threa
         missed = dict.fromkeys(addresses, 0)
         while not lost:
             if closing.wait(2):
+                if not done.wait(30):
+                    said = failed[0] if failed else ConnectionError("Ray did not shut down within 30 s")
+                    os._exit(complain(process_fault(said) or said, 1))
                 return
             for name, address in addresses.items():
                 missed[name] = 0 if answers(address) else missed[name] + 1
@@ -657,7 +668,7 @@ def watch_ray(addresses: dict, lost: list, closing: threading.Event, done: threa
         if done.wait(25):
             time.sleep(3)  # the main thread says what it was
         else:
-            complain(error(), 1)
+            complain(ray_died(lost), 1)
         os._exit(1)
 
     signal.signal(signal.SIGUSR1, interrupt)
@@ -1114,6 +1125,9 @@ def command(argv: list[str]) -> int:
 def process_fault(error: Exception) -> str | None:
     """One line for a process of the run that died or ran out of memory, instead of Ray's page; None for any other error."""
     kind, text = type(error).__name__, str(error)
+    if kind == "OutOfMemoryError" and type(error).__module__.startswith("ray."):
+        used = text.partition("OOM kill reason")[0].strip()
+        return f"a process of the run was ended by Ray's memory monitor: {used}; --resume goes on with the run"
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kind:
         where = re.search(r"ray::(\w+)\.(\w+)\(", text)
         who = f"{PROCESSES.get(where[1], where[1])} ({where[2]})" if where else "driver"
