@@ -519,9 +519,9 @@ def started_ray(r: Recipe, stop: Stop):
             yield at_end
         except Exception as error:
             if lost:  # whatever it became on its way: raised inside an extension it arrives as a SystemError
-                error = ray_died(lost)
+                raise ray_died(lost) from None
             failed.append(error)
-            raise error from None
+            raise
 
 
 def children(parent: int, argument: str) -> list[int]:

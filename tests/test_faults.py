@@ -368,7 +368,7 @@ def test_a_worker_that_the_memory_monitor_or_the_kernel_ends_is_named(tmp_path):
 
 CLUSTER = """
 import sys, ray
-context = ray.init("local", num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init("local", num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
 
 @ray.remote(num_cpus=1.5)
 class Busy:
