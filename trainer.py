@@ -134,6 +134,22 @@ def token_weights(lengths: list[int], device: str) -> torch.Tensor:
     return torch.autograd.grad(algorithms.sample_mean(zeros, lengths, None), zeros)[0]
 
 
+def check_finite(what: str, values: torch.Tensor, samples: list[int], lengths: list[int] | None, update: int) -> None:
+    """GuardError names the first value that is not finite, by sample and response token.
+
+    values: [sum of lengths], laid out as `samples` with their `lengths`; or [samples], where `lengths` is None.
+    """
+    if torch.isfinite(values).all():
+        return
+    at = int((~torch.isfinite(values)).nonzero()[0])
+    ends = np.cumsum(lengths or [1] * len(samples))
+    k = int(np.searchsorted(ends, at, side="right"))
+    token = "" if lengths is None else f", response token {at - int(ends[k]) + lengths[k]}"
+    raise checkpoint.GuardError(
+        f"update {update}: {what} of sample {samples[k]}{token} is {float(values[at])}; the step was not taken"
+    )
+
+
 # --- one network -----------------------------------------------------------------------------------------------------
 
 
@@ -203,27 +219,52 @@ class Network:
         )
 
     @megatron_cpu.enable()
-    def step(self) -> float:
-        """Clip, check and take one optimizer step. Returns the gradient norm before clipping; raises GuardError."""
+    def step(self, update: int) -> float:
+        """Clip, check and take one optimizer step of `update`. Returns the gradient norm before clipping.
+
+        GuardError names the update and the tensor: a gradient that is not finite, before the step; a parameter or a number
+        of the optimizer's own that the step made so, before anyone publishes or saves it.
+        """
         self.ddp.finish_grad_sync()
         overflow = self.optimizer.prepare_grads()
         grads = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
         if overflow or not np.isfinite(norm):
-            raise checkpoint.GuardError(
-                f"{self.name}: gradient of {self._worst_gradient()} is not finite; no optimizer step was taken"
-            )
+            what = self._bad_gradient() or f"the norm of all gradients ({norm:g})"
+            raise checkpoint.GuardError(f"update {update}: {self.name}: {what} is not finite; the {self.name} took no step")
         if self.settings.clip_grad > 0 and norm > self.settings.clip_grad:
             torch._foreach_mul_(grads, self.settings.clip_grad / (norm + 1e-6))
         self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
+        if bad := self._bad_state():
+            raise checkpoint.GuardError(
+                f"update {update}: {self.name}: the optimizer step left {bad} not finite (learning rate"
+                f" {self.optimizer.param_groups[0]['lr']:g}); the last checkpoint is as it was"
+            )
         return norm
 
-    def _worst_gradient(self) -> str:
+    def _bad_gradient(self) -> str | None:
         for name, p in self.model.named_parameters():
             if not torch.isfinite(p.main_grad).all():
-                return name
-        return "an unnamed tensor"
+                return f"gradient of {name}"
+        return None
+
+    def _bad_state(self) -> str | None:
+        """Which tensor of the weights, their FP32 main copies or the optimizer's state holds a number that is not finite.
+
+        One pass over what the step has just written; the largest magnitude is NaN or infinite where an element is.
+        """
+        # Megatron's chained optimizers key the state by (number of the optimizer, parameter).
+        state = {k[1] if isinstance(k, tuple) else k: v for k, v in self.optimizer.state.items()}
+        held = {}
+        for name, p in self.model.named_parameters():
+            main = p if getattr(p, "main_param", None) is None else p.main_param
+            held |= {name: p.data} if main is p else {name: p.data, f"the FP32 main copy of {name}": main.data}
+            held |= {f"{key} of {name}": t for key, t in state.get(main, {}).items() if torch.is_tensor(t)}
+        held = {name: t for name, t in held.items() if t.is_floating_point() and t.numel() and t.device.type == p.device.type}
+        largest = torch.stack([x.float() for x in torch._foreach_norm(list(held.values()), float("inf"))])
+        fine = torch.isfinite(largest).tolist()
+        return next((name for name, good in zip(held, fine, strict=True) if not good), None)
 
     @megatron_cpu.enable()
     def start_step(self) -> None:
@@ -309,7 +350,7 @@ class Trainer:
 
     def __init__(self, settings: TrainerSettings):
         self.settings = settings
-        self.started = time.time()
+        self.started = time.perf_counter()
         _start_process(settings)
         self.config = provider.read_config(settings.model)
         self.actor = Network(self.config, settings, critic=False)
@@ -348,6 +389,8 @@ class Trainer:
         """
         s = self.settings
         n = len(completions)
+        if not any(c["response_tokens"] for c in completions):
+            raise checkpoint.GuardError(f"update {update}: every completion is empty; the step was not taken")
         share = n // s.steps
         parts = [list(range(k * share, (k + 1) * share)) for k in range(s.steps)]
         packs = [make_packs(completions, part, s.micro_batch_tokens, s.device) for part in parts]
@@ -366,7 +409,7 @@ class Trainer:
                 for part in packs:
                     scored = [self._values(pack) for pack in part]
                     values.update(per_completion(torch.cat(scored), part))
-        advantages, returns = self._advantages(completions, values, metrics)
+        advantages, returns = self._advantages(completions, values, metrics, update)
 
         self._only(self.actor)
         for part in packs[1:]:  # what the first step's own forward does not see
@@ -392,24 +435,30 @@ class Trainer:
                     metrics[f"{name}_steps"] = per_step
         return metrics
 
-    def _advantages(self, completions: list[dict], values: dict, metrics: dict) -> tuple[dict, dict]:
-        """Advantages and returns per completion, once over the whole batch. {sample: [length]} each."""
+    def _advantages(self, completions: list[dict], values: dict, metrics: dict, update: int) -> tuple[dict, dict]:
+        """Advantages and returns per completion, once over the whole batch. {sample: [length]} each. GuardError where a
+        reward (in FP32), a value, a return or an advantage is not finite."""
         s = self.settings
-        lengths = [len(c["response_tokens"]) for c in completions]
+        lengths, order = [len(c["response_tokens"]) for c in completions], list(range(len(completions)))
         rewards = torch.tensor([c["reward"] for c in completions], dtype=torch.float32, device=s.device)
+        check_finite("the reward", rewards, order, None, update)
         if self.critic is None:
             grouped = algorithms.group_advantages(rewards, s.n_samples_per_prompt)
+            check_finite("the advantage", grouped, order, None, update)
             return {i: a.expand(n) for i, (a, n) in enumerate(zip(grouped, lengths, strict=True))}, {}
         flat = torch.zeros(sum(lengths), device=s.device)
         ends = torch.tensor(lengths).cumsum(0) - 1
         present = torch.tensor([n > 0 for n in lengths])
         flat[ends[present].to(s.device)] = rewards[present.to(s.device)]
         flat_values = torch.cat([values[i] for i in range(len(lengths))])
+        check_finite("the critic's value", flat_values, order, lengths, update)
         raw, returns = algorithms.gae(flat, flat_values, lengths, s.gamma, s.lam)
         metrics["value_mean"] = float(flat_values.mean())
         metrics["return_mean"] = float(returns.mean())
         metrics["explained_variance"] = float(algorithms.explained_variance(flat_values, returns))
         whitened = algorithms.whiten(raw, None)
+        check_finite("the return", returns, order, lengths, update)
+        check_finite("the advantage", whitened, order, lengths, update)
         return dict(enumerate(whitened.split(lengths))), dict(enumerate(returns.split(lengths)))
 
     def _chunk_rows(self) -> int:
@@ -481,11 +530,13 @@ class Trainer:
         if guard is not None:
             old.update(new)
             guard()
+        samples = [i for pack in packs for i in pack.samples]
+        check_finite("the policy loss", torch.cat(sums["loss"]), samples, lengths, update)
         # sample_mean as the loss has it, not a mean over tokens: then `loss` is the number that was differentiated.
         result = {k: float(algorithms.sample_mean(torch.cat(v), lengths, None)) for k, v in sums.items()}
         if not np.isfinite(result["loss"]):
             raise checkpoint.GuardError(f"update {update}: the policy loss is {result['loss']}; no optimizer step was taken")
-        result["grad_norm"] = actor.step()
+        result["grad_norm"] = actor.step(update)
         return result
 
     def _guard(self, completions: list[dict], old: dict, update: int, metrics: dict) -> None:
@@ -528,13 +579,15 @@ class Trainer:
             ((loss * w).sum() * critic.loss_scale).backward()
             losses.append(loss.detach())
             clipped.append(seen["value_clip_fraction"])
+        samples = [i for pack in packs for i in pack.samples]
+        check_finite("the value loss", torch.cat(losses), samples, lengths, update)
         value_loss = float(algorithms.sample_mean(torch.cat(losses), lengths, None))
         if not np.isfinite(value_loss):
             raise checkpoint.GuardError(f"update {update}: the value loss is {value_loss}; the critic took no step")
         return {
             "value_loss": value_loss,
             "value_clip_fraction": float(algorithms.sample_mean(torch.cat(clipped), lengths, None)),
-            "critic_grad_norm": critic.step(),
+            "critic_grad_norm": critic.step(update),
         }
 
     # -- publication (the sending end) --
@@ -671,7 +724,7 @@ class Trainer:
             "parameters": sum(p.numel() for p in self.actor.model.parameters()),
             "torch": torch.__version__,
             "card": card,
-            "start_s": round(time.time() - self.started, 2),
+            "start_s": round(time.perf_counter() - self.started, 2),
         }
 
 

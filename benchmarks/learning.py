@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def train(algorithm: str, seed: int, run: Path) -> dict:
-    began = time.time()
+    began = time.perf_counter()
     command = [sys.executable, "run.py", "--algorithm", algorithm, *COMMON, *SETTINGS[algorithm], "--seed", str(seed)]
     done = subprocess.run([*command, "--output", str(run)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -42,7 +42,7 @@ def train(algorithm: str, seed: int, run: Path) -> dict:
     evaluations = [e for row in rows for e in row.get("eval", {}).values()]
     result = {
         "seed": seed,
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.perf_counter() - began, 1),
         "before": evaluations[0],
         "after": evaluations[-1],
         "reward": [round(row["reward_mean"], 4) for row in rows],

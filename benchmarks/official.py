@@ -49,13 +49,13 @@ class Memory:
 
 
 def run(*args: str) -> dict:
-    memory, began = Memory(), time.time()
+    memory, began = Memory(), time.perf_counter()
     done = subprocess.run([sys.executable, "run.py", *args], cwd=ROOT, capture_output=True, text=True)
     memory.over.set()
-    print(done.stdout[-2500:], done.stderr[-2500:], f"[{done.returncode}, {time.time() - began:.0f} s]", flush=True)
+    print(done.stdout[-2500:], done.stderr[-2500:], f"[{done.returncode}, {time.perf_counter() - began:.0f} s]", flush=True)
     return {
         "exit": done.returncode,
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.perf_counter() - began, 1),
         "host_peak_gib": round(memory.host, 1),
         "gpu_peak_gib": round(memory.gpu, 1),
         "said": (done.stdout + done.stderr)[-1500:] if done.returncode else "",

@@ -196,6 +196,34 @@ def loss_memory() -> list[str]:
     return [*lines, "What is subtracted and what is not: see `benchmarks/loss_memory.py`, which makes these.", ""]
 
 
+def long_run() -> list[str]:
+    lines = ["## A long run: does anything grow?", ""]
+    e = load("long_run.json")
+    if not e:
+        return [*lines, "Not run.", ""]
+    used, s = ", ".join(f"{k} {v}" for k, v in e["versions"].items()), e["shape"]
+    lines += [
+        f"{e['updates']} GRPO updates of the tiny model, {s['prompts']} prompts × {s['completions']} completions, a checkpoint"
+        f" every {e['save_interval']}, in {e['seconds']:.0f} s on {e['machine']['cpu']}, {e['machine']['cores']} cores ({used})."
+        f" Made by `benchmarks/long_run.py`; {e['samples']} samples, each the median around its update; growth is"
+        " the slope of a straight line over the second half.",
+        "",
+    ]
+    show = lambda x: "" if x is None else f"{x:,.1f}"  # noqa: E731
+    for what, title in (("memory", "memory (USS), MiB"), ("handles", "open files"), ("disk", "disk, MiB")):
+        head = [title, *(f"update {u}" for u in e["points"]), "growth in 100 updates"]
+        rows = [[n, *map(show, r["at"]), "" if r["per_100"] is None else f"{r['per_100']:+.2f}"] for n, r in e[what].items()]
+        lines += table(head, rows)
+    (gap, late), (first, last), left = e["gap"], e["update_seconds"], e["left"]
+    lines += [
+        f"Largest log-probability gap of an update, trainer against engine: median {gap:.1e} in the first {e['window']} updates,"
+        f" {late:.1e} over the last. Seconds of an update: {first:.2f} and {last:.2f}. Left on the machine after it:"
+        f" {left['processes']} processes, {left['files']} files or folders outside the run directory.",
+        "",
+    ]
+    return lines
+
+
 def main() -> None:
     lines = [
         "# Results",
@@ -210,6 +238,7 @@ def main() -> None:
         *learning(),
         *update(),
         *loss_memory(),
+        *long_run(),
     ]
     (ROOT / "RESULTS.md").write_text("\n".join(lines))
 

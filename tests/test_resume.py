@@ -304,7 +304,7 @@ def test_a_full_disk_is_a_clear_error_and_the_run_resumes_once_there_is_room(who
 # --- settings --------------------------------------------------------------------------------------------------------
 
 OTHER = {  # a value that differs from the one of `recorded`; of choices and flags the other one is taken
-    "algorithm": "ppo", "train_env_vars": '{"A": "1"}', "model_revision": "x", "engine_revision": "x",
+    "algorithm": "ppo", "train_env_vars": '{"OMP_DYNAMIC": "FALSE"}', "model_revision": "x", "engine_revision": "x",
     "chat_template_args": '{"A": "1"}',
 }  # fmt: skip
 

@@ -9,6 +9,8 @@ a generator): `before` it, `after` it, `during` it (0.05 s after it began), or b
     terminate    SIGTERM to the driver
     stall=S      this process waits there for S seconds
     full=BYTES   from here on no file that this process writes may grow beyond BYTES
+    clock=S      from here on this process's wall clock (time.time, time.time_ns) is S seconds away from the true one
+    memory       MemoryError
 
 The product has no code for this.
 """
@@ -38,8 +40,17 @@ def _act(what: str) -> None:
         time.sleep(float(number))
     elif what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    elif what == "clock":
+        _shift(float(number))
+    elif what == "memory":
+        raise MemoryError
     else:
         raise ValueError(what)
+
+
+def _shift(seconds: float, true=time.time, true_ns=time.time_ns) -> None:
+    time.time = lambda: true() + seconds
+    time.time_ns = lambda: true_ns() + int(seconds * 1e9)
 
 
 def _patch(module, name: str, when: str, nth: int, what: str) -> None:
