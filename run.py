@@ -465,12 +465,14 @@ def check_resources(bundles: list[dict], device: str, parts: str) -> None:
     import ray
 
     has, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for kind in ("CPU", "GPU") if device == "cuda" else ("CPU",):
-        wanted, largest = sum(b[kind] for b in bundles), max(b[kind] for b in bundles)
-        there, by_node = has.get(kind, 0), sorted((node.get(kind, 0) for node in nodes), reverse=True)
-        if wanted > there:
-            hint = "; --colocate shares one GPU" if kind == "GPU" and there == 1 and wanted == 2 else ""
-            raise ValueError(f"placement needs {wanted:g} {kind} ({parts}), the cluster has {there:g}{hint}")
+    kinds = ("GPU", "CPU") if device == "cuda" else ("CPU",)
+    wanted, there = {k: sum(b[k] for b in bundles) for k in kinds}, {k: has.get(k, 0) for k in kinds}
+    if any(wanted[k] > there[k] for k in kinds):
+        needs, found = (", ".join(f"{n:g} {k}" for k, n in listed.items()) for listed in (wanted, there))
+        hint = "; --colocate shares one GPU" if wanted.get("GPU") == 2 and there["GPU"] == 1 else ""
+        raise ValueError(f"placement needs {needs} ({parts}); the cluster has {found}{hint}")
+    for kind in kinds:
+        largest, by_node = max(b[kind] for b in bundles), sorted((node.get(kind, 0) for node in nodes), reverse=True)
         if largest > by_node[0]:
             raise ValueError(
                 f"placement needs a node with {largest:g} {kind}; the cluster's nodes have {', '.join(f'{n:g}' for n in by_node)}"
