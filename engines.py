@@ -30,7 +30,7 @@ import checkpoint
 import rollout
 from checkpoint import GuardError
 
-START_S = 600 + max(rollout.STALL_S.values())  # an engine that takes longer has ended itself, or never got its resources
+START_S = 900.0  # a replacement that takes longer to start never will: its node is gone, say
 
 
 class EngineDied(RuntimeError):
@@ -72,11 +72,13 @@ class Engines:
         self._record: Mapping[str, Any] | None = None  # of the committed policy
         self._replaced: set[int] = set()
         self.say: Callable[[str], None] = lambda text: print(text, flush=True)
-        self._facts = {n: self._answer(n, self._call(n, "facts")) for n in range(count)}
+        self._facts: dict[int, list[dict]] = {}  # by engine, then by rank
+        for number in range(count):
+            self._meet(number)
 
     def facts(self) -> dict[str, Any]:
         """What a run records: engine 0's facts, and how many there are."""
-        return {**self._facts[0], "engines": len(self._actors), "ranks": len(self._actors[0])}
+        return {**self._facts[0][0], "engines": len(self._actors), "ranks": len(self._actors[0])}
 
     def hold(self, run: str, owner: str) -> None:
         """Every process of every engine holds the run's lock (`RolloutEngine.hold`), later ones as well."""
@@ -162,7 +164,7 @@ class Engines:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=timeout)
             if not done:
-                raise EngineDied(f"engine {n} was not there within {timeout:g} s")
+                raise EngineDied(f"engine {n} was to be replaced and did not start within {timeout:g} s")
             try:
                 ray.get(done)
             except RayActorError:
@@ -188,13 +190,13 @@ class Engines:
                 if n in self._replaced:
                     raise ray.exceptions.RayActorError
             self._replaced.add(n)
-            self.say(f"engine {n} (pid {self._facts[n]['pid']}) died during {method}; another takes its place")
+            self.say(f"{self._name(n)} died during {method}; another takes its place")
             for actor in self._actors[n]:
                 ray.kill(actor)  # the other ranks wait for the dead one
             self._actors[n] = self._start(n)
         for n in dead:
             with self._its_end_ends_the_run(n, "its start"):
-                self._facts[n] = self._answer(n, self._call(n, "facts"), START_S)
+                self._meet(n, START_S)
                 if self._holder:
                     self._answer(n, self._call(n, "hold", *self._holder))
         if not dead or self._record is None:
@@ -217,10 +219,21 @@ class Engines:
         try:
             yield
         except RayActorError:
-            log = Path(self._run) / "logs" / f"{rollout.log_name(n, 0)}.log"
-            raise EngineDied(
-                f"engine {n} (pid {self._facts[n]['pid']}) died a second time in this run, during {method}; {_last_lines(log)}"
-            ) from None
+            logs = [Path(self._run) / "logs" / f"{rollout.log_name(n, rank)}.log" for rank in range(len(self._actors[n]))]
+            ends = "; ".join(map(_last_lines, logs))
+            raise EngineDied(f"{self._name(n)} died a second time in this run, during {method}; {ends}") from None
+
+    def _meet(self, n: int, timeout: float | None = None) -> None:
+        """Wait until an engine has started."""
+        import ray
+
+        refs = self._call(n, "facts")
+        self._answer(n, refs, timeout)
+        self._facts[n] = ray.get(refs)
+
+    def _name(self, n: int) -> str:
+        pids = [str(facts["pid"]) for facts in self._facts[n]]
+        return f"engine {n} (pid{'s' if len(pids) > 1 else ''} {', '.join(pids)})"
 
 
 def _tokens(completions: list) -> list:

@@ -284,8 +284,7 @@ class RolloutEngine:
             self.llm = vllm.LLM(**self._engine_options(model_dir))
         torch.set_num_threads = set_num_threads  # vLLM on CPU disables it for having bound threads; here it binds none
         self._model = self.llm.apply_model(lambda model: model)[0]
-        step = self.llm.llm_engine.step
-        self.llm.llm_engine.step = lambda: (self._mark(), step())[1]
+        self._mark_steps(self.llm.llm_engine)
         self._committed: dict | None = None
         self._publication: _Publication | None = None
         self._refusal: str | None = "no policy has been published"
@@ -351,6 +350,15 @@ class RolloutEngine:
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._marked = -math.inf
+
+    def _mark_steps(self, inner: Any) -> None:
+        step = inner.step
+
+        def marked_step():
+            self._mark()
+            return step()
+
+        inner.step = marked_step
 
     def _mark(self) -> None:
         now = time.monotonic()

@@ -245,7 +245,7 @@ def test_a_trainer_that_dies_alone_ends_the_command_and_the_run_resumes(whole, t
 
 
 DEATHS = {  # of every engine in the third update; a replacement does not come so far
-    "while it generates": "rollout:RolloutEngine.generate:during:3:die",
+    "while it generates": "rollout:RolloutEngine.generate:during:6:die",  # evaluations generate, too
     "between tensors": "rollout:received:item:{between}:die",
     "after the commit record": "rollout:RolloutEngine.commit:before:3:die",
 }
@@ -259,15 +259,15 @@ DEATHS = {  # of every engine in the third update; a replacement does not come s
     ],
 )
 def test_an_engine_that_dies_is_replaced_and_the_run_equals_an_undisturbed_one(engines, point, whole, tmp_path):
-    """With two engines each answers half of the prompts, and the undisturbed run had one engine."""
+    """Evaluations included. With two engines each answers half of the prompts, and the undisturbed run had one engine."""
     run = tmp_path / "run"
-    tensors = checkpoint.read_commits(whole("flow-dppo"))[0]["tensors"]
+    tensors = checkpoint.read_commits(whole("grpo"))[0]["tensors"]
     fault = job.seam(DEATHS[point].format(between=2 * tensors + tensors // 2))
-    code, output = job.run(*arguments("flow-dppo"), "--rollout-gpus", engines, "--output", str(run), **fault)
+    code, output = job.run(*arguments("grpo"), "--rollout-gpus", engines, "--output", str(run), **fault)
     assert code == 0, output
     died = [line for line in output.splitlines() if "another takes its place" in line]
     assert [line.split(" (pid")[0] for line in died] == [f"engine {n}" for n in range(int(engines))], output
-    equal(whole("flow-dppo"), run)
+    equal(whole("grpo"), run)
     assert {c["epoch"] for c in checkpoint.read_commits(run)} == {0}
 
 
