@@ -36,11 +36,12 @@ def trainer_gib(config, *, critic: bool, precision: str, optimizer: str, recompu
     return {**parts, "total": sum(parts.values())}
 
 
-def kv_cache_gib(config, precision: str, sequences: int, length: int) -> float:
-    """GiB for `sequences` of `length` tokens, a quarter to spare, at least 1. One K and one V per layer and loop."""
+def kv_cache_gib(config, precision: str, sequences: int, length: int, ranks: int = 1) -> float:
+    """GiB on each of `ranks` GPUs for `sequences` of `length` tokens, a quarter to spare, at least 1. One K and one V per
+    layer and loop; the key-value heads lie on different ranks."""
     element = 4 if precision == "fp32" else 2
     token = 2 * config.num_loops * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
-    return max(1.0, 1.25 * sequences * (length + 16) * token / GIB)
+    return max(1.0, 1.25 * sequences * (length + 16) * token / ranks / GIB)
 
 
 def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[str]:
@@ -58,7 +59,8 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
         config, critic=critic, precision=r.precision, optimizer=r.optimizer, recompute=r.recompute, offload=r.offload_train,
         tokens=tokens,
     )  # fmt: skip
-    engine = weights * (4 if r.precision == "fp32" else 2) / GIB
+    engine = weights * (4 if r.precision == "fp32" else 2) / r.rollout_tensor_parallel_size / GIB
+    each = f", in each of {r.rollout_gpus} processes" if r.rollout_gpus > 1 else ""
     state = 4 + (8 if r.optimizer == "adam" else 0)  # bytes a parameter of a checkpoint: FP32 parameters and moments
     disk = weights * (2 if critic else 1) * state / 1e9
     last = r.stop_after or r.updates
@@ -72,7 +74,7 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
         f" {batch * r.max_response_len:,} response tokens; {r.optimizer} at {r.lr:g}",
         f"trainer     about {trainer['total']:.3g} GiB (state {trainer['state']:.3g}, activations up to"
         f" {trainer['activations']:.3g}, logits {trainer['logits']:.3g})",
-        f"engine      about {engine + kv_cache:.3g} GiB (weights {engine:.3g}, KV cache {kv_cache:.3g})",
+        f"engine      about {engine + kv_cache:.3g} GiB (weights {engine:.3g}, KV cache {kv_cache:.3g}){each}",
         f"checkpoints about {disk:.3g} GB each, {r.keep_checkpoints} kept and one beside them while it is written",
     ]
 

@@ -2,11 +2,16 @@
 
 The policy reaches the engine only through a publication; no token is generated under a policy that is not committed:
 
-    pause -> start(version) -> receive(tensors) -> finish(version, digest);  `publish(manifest)` does all four
+    pause -> start(version) -> receive(tensors) -> verify(version, digest) -> [the commit record is durable] -> commit(record)
 
-`finish` hashes the parameters that the model *holds*, compares with what the sender stated, drops the KV and prefix
-caches, makes the commit record durable, and only then lets `generate` work again. Whatever goes wrong on the way is a
-GuardError, and from then on the engine refuses to generate until a complete publication commits.
+`verify` hashes the parameters that the model *holds*, compares with what the sender stated, and drops the KV and prefix
+caches; `commit` lets `generate` work again. Where several engines serve one run, all have verified before the one record
+is written (`engines.py`: `prepare`, record, `commit`); an engine on its own writes it itself (`publish`, or `finish` for
+the last three). Whatever goes wrong on the way is a GuardError, and from then on the engine refuses to generate until a
+complete publication commits.
+
+An engine may be several processes with a GPU each, its *ranks*: vLLM's "external_launcher". Each runs the same calls in the
+same order and holds its shard of every tensor; collectives inside the forward pass, and inside `held_digests`, join them.
 
 The weights are overwritten in place, on GPU and CPU alike: a CUDA graph keeps its addresses, the device holds no second
 copy of the model, and a transfer that breaks off leaves a whole (if useless) model that the next one repairs. (vLLM's
@@ -19,6 +24,8 @@ This module imports vLLM only when an engine is made; it knows nothing of Ray.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import math
 import os
 import re
@@ -40,6 +47,10 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # --precision -> torch and vLLM
 STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --precision -> safetensors
 
+# Seconds without a decode step, a tensor or the end of the start, after which an engine hangs: it prints where, and ends.
+# A step on CPU may be the prefill of 8,192 tokens, which for the 3B model is half an hour on two cores.
+STALL_S = {"cuda": 600.0, "cpu": 3600.0}
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -58,6 +69,10 @@ class EngineSettings:
     model_revision: str | None = None
     engine_revision: str | None = None
     epoch: int = 0  # engine epoch of the run, a resume opens a new one
+    number: int = 0  # of the engine in its run, from 0
+    tensor_parallel: int = 1  # processes, with a GPU each, that hold one engine: its ranks
+    rank: int = 0  # of this process in its engine
+    rendezvous: str = ""  # host:port where the ranks of an engine meet; free on the host of rank 0
 
 
 def completion_seed(run_seed: int, update: int, sample: int, purpose: str = "train") -> int:
@@ -66,6 +81,16 @@ def completion_seed(run_seed: int, update: int, sample: int, purpose: str = "tra
     Independent of placement, batch order and of how many engines there are.
     """
     return int.from_bytes(blake3(f"{purpose}\t{run_seed}\t{update}\t{sample}".encode()).digest(8), "big") >> 1
+
+
+def commit_record(version: int, digest: str, epoch: int, tensors: int) -> dict[str, Any]:
+    """What commits.jsonl says of a version, dated now."""
+    return {"version": version, "digest": digest, "epoch": epoch, "tensors": tensors, "time": time.time()}
+
+
+def log_name(number: int, rank: int) -> str:
+    """The file of an engine's process in RUN/logs, without .log."""
+    return f"engine-{number}" if rank == 0 else f"engine-{number}-rank-{rank}"
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
@@ -90,6 +115,11 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         # Triton's float32 dot is TF32 by default: error 1.5e-3 against float64, 1.1e-6 with this (measured on an H200).
         environment["TRITON_F32_DEFAULT"] = "ieee" if settings.matmul_precision == "highest" else "tf32"
+        environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # sums of ranks in NCCL's order alone, whatever the batch
+    if settings.tensor_parallel > 1:
+        host, _, port = settings.rendezvous.rpartition(":")
+        environment |= {"RANK": str(settings.rank), "WORLD_SIZE": str(settings.tensor_parallel)}
+        environment |= {"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_RANK": "0"}  # each sees its own GPU alone
     return environment
 
 
@@ -214,10 +244,11 @@ def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> It
 
 @dataclass
 class _Publication:
-    """A publication in flight: its version and the tensors received so far."""
+    """A publication in flight: its version, the tensors received so far, and its digest once that was verified."""
 
     version: int
     seen: set[str]
+    verified: str | None = None
 
 
 class RolloutEngine:
@@ -248,9 +279,12 @@ class RolloutEngine:
         self._check_servable()
         self.engine_version = vllm.__version__
         set_num_threads = torch.set_num_threads
-        self.llm = vllm.LLM(**self._engine_options(model_dir))
+        self._marked = -math.inf
+        with self._watched():
+            self.llm = vllm.LLM(**self._engine_options(model_dir))
         torch.set_num_threads = set_num_threads  # vLLM on CPU disables it for having bound threads; here it binds none
         self._model = self.llm.apply_model(lambda model: model)[0]
+        self._mark_steps(self.llm.llm_engine)
         self._committed: dict | None = None
         self._publication: _Publication | None = None
         self._refusal: str | None = "no policy has been published"
@@ -275,6 +309,9 @@ class RolloutEngine:
         }
         if s.kv_cache_gib:
             options["kv_cache_memory_bytes"] = int(s.kv_cache_gib * 2**30)
+        if s.tensor_parallel > 1:
+            options |= {"tensor_parallel_size": s.tensor_parallel, "distributed_executor_backend": "external_launcher"}
+            options["disable_custom_all_reduce"] = True  # it needs every rank's GPU visible to every rank
         if s.device == "cuda":
             # With the KV cache sized by hand vLLM only checks this share against what the trainer has left free.
             options["gpu_memory_utilization"] = 0.01 if s.kv_cache_gib else s.gpu_memory_utilization
@@ -301,7 +338,33 @@ class RolloutEngine:
         """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6). From here on
         what this process prints stands in RUN/logs."""
         self._lock = checkpoint.hold_run(run, owner)
-        checkpoint.log_output(run, "engine")
+        checkpoint.log_output(run, log_name(self.settings.number, self.settings.rank))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What runs inside makes progress (`_mark`) within STALL_S, or this process prints its stacks and ends: a hung
+        engine is a dead one, which the run replaces. The timer is a thread of C that asks for no lock of Python's."""
+        self._mark()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._marked = -math.inf
+
+    def _mark_steps(self, inner: Any) -> None:
+        step = inner.step
+
+        def marked_step():
+            self._mark()
+            return step()
+
+        inner.step = marked_step
+
+    def _mark(self) -> None:
+        now = time.monotonic()
+        if now - self._marked > 1:  # the timer is a thread, made anew each time: not for every step
+            self._marked = now
+            faulthandler.dump_traceback_later(STALL_S[self.settings.device], exit=True, file=2)
 
     # -- publication (the receiving end, DESIGN §5) --
 
@@ -311,23 +374,40 @@ class RolloutEngine:
         return dict(self._committed) if self._committed else None
 
     def publish(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Receive and commit one policy. Returns the commit record, with `seconds` for loading, digest and commit.
+        """Receive and commit one policy, as the only engine. Returns the commit record, with `seconds` for loading,
+        digest and commit.
 
         `manifest`: {version, digest, transport, location, tensors {name: [dtype, shape]}}, made by the sender. A
         version that is committed and in use, with the same digest, is a no-op. GuardError: anything not as stated.
         """
-        version, digest = manifest["version"], manifest["digest"]
-        if self._committed and self._refusal is None and version == self._committed["version"]:
-            if digest == self._committed["digest"]:
-                return {**self._committed, "tensors": len(self.shapes), "seconds": {}}
+        if self._holds(manifest["version"], manifest["digest"]):
+            return {**self._committed, "tensors": len(self.shapes), "seconds": {}}
+        load_s = self._load(manifest)
+        record = self.finish(manifest["version"], manifest["digest"])
+        return {**record, "seconds": {"load": load_s, **record["seconds"]}}
+
+    def prepare(self, manifest: Mapping[str, Any]) -> dict[str, float]:
+        """The first half of a publication to several engines: receive and verify. This engine then holds the policy of
+        `manifest` and refuses to generate until `commit`; it goes on where that policy is the one it has committed.
+
+        Returns seconds for loading and digest. GuardError: anything not as stated."""
+        if self._holds(manifest["version"], manifest["digest"]):
+            return {}
+        load_s = self._load(manifest)
+        return {"load": load_s, "digest": self.verify(manifest["version"], manifest["digest"])}
+
+    def _holds(self, version: int, digest: str) -> bool:
+        """Whether this engine generates under that policy."""
+        mine = self._committed
+        return mine is not None and self._refusal is None and (mine["version"], mine["digest"]) == (version, digest)
+
+    def _load(self, manifest: Mapping[str, Any]) -> float:
         self.pause()
-        self.start(version)
+        self.start(manifest["version"])
         self._check_stated(manifest["tensors"])
-        clock = [time.perf_counter()]
+        began = time.perf_counter()
         self.receive(received(manifest, "cpu"))
-        clock.append(time.perf_counter())
-        record = self.finish(version, digest)
-        return {**record, "seconds": {"load": clock[1] - clock[0], **record["seconds"]}}
+        return time.perf_counter() - began
 
     def pause(self) -> None:
         """Refuse to generate until a publication commits."""
@@ -351,8 +431,10 @@ class RolloutEngine:
         transport itself fails."""
         if self._publication is None:
             self._fail("tensors arrived without a start")
+        self._publication.verified = None
         try:
-            self._model.load_weights(self._expected(tensors))
+            with self._watched():
+                self._model.load_weights(self._expected(tensors))
         except GuardError:
             raise
         except Exception as error:
@@ -369,6 +451,7 @@ class RolloutEngine:
                 self._fail(f"{name} has shape {list(tensor.shape)}, the model needs {list(self.shapes[name])}")
             if str(tensor.dtype) != f"torch.{wanted}":
                 self._fail(f"{name} is {str(tensor.dtype)[6:]}, the engine runs {wanted}")
+            self._mark()
             yield name, tensor
             seen.add(name)
 
@@ -387,18 +470,36 @@ class RolloutEngine:
             self._fail(f"{missing[0]} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 
     def finish(self, version: int, digest: str) -> dict[str, Any]:
-        """Verify what the model holds against `digest` (hex, DESIGN §5), reset the caches, commit, resume.
+        """`verify`, make the commit record durable, `commit`: the end of a publication to an engine on its own.
 
-        Returns the commit record {version, digest, epoch, tensors, time, seconds}. GuardError: another version than was
-        started, a missing tensor, another digest, or (for a version committed before) another than then."""
+        Returns the commit record {version, digest, epoch, tensors, time, seconds}. GuardError as `verify`."""
+        began = time.perf_counter()
+        digest_s = self.verify(version, digest)
+        record = commit_record(version, digest, self.settings.epoch, len(self.shapes))
+        try:
+            self._append_commit(record)
+        except Exception as error:
+            raise self._failure(f"version {version} could not be committed: {error}") from error
+        self.commit(record)
+        return {**record, "seconds": {"digest": digest_s, "commit": time.perf_counter() - began - digest_s}}
+
+    def verify(self, version: int, digest: str) -> float:
+        """Hold what the model holds against `digest` (hex, DESIGN §5) and reset the caches. The engine goes on refusing
+        to generate: what it holds is not committed.
+
+        Returns the seconds that the digest took. GuardError: another version than was started, a missing tensor,
+        another digest, or (for a version committed before) another than then."""
         if self._publication is None:
             self._fail(f"finish of version {version} without a start")
         publication = self._publication
         if version != publication.version:
             self._fail(f"finish of version {version}, but version {publication.version} was started")
         self._check_complete(publication.seen)
-        begin = time.perf_counter()
-        held = checkpoint.policy_digest(self.held_digests())
+        began = time.perf_counter()
+        try:
+            held = checkpoint.policy_digest(self.held_digests())
+        except ValueError as error:
+            raise self._failure(f"version {version}: {error}") from error
         if held != digest:
             self._fail(f"version {version}: the engine holds a policy with digest {held}, the sender states {digest}")
         again = self._committed is not None and version == self._committed["version"]
@@ -408,19 +509,37 @@ class RolloutEngine:
         try:
             self._model.finish_loading()
             self.reset_caches()
-            record = {"version": version, "digest": held, "epoch": self.settings.epoch, "tensors": len(self.shapes)}
-            record["time"] = time.time()
-            self._append_commit(record)
         except Exception as error:
             raise self._failure(f"version {version} could not be committed: {error}") from error
+        publication.verified = held
+        return hashed - began
+
+    def commit(self, record: Mapping[str, Any]) -> None:
+        """Generate from here on under the verified policy, whose commit record {version, digest, epoch, …} is durable.
+        Once more is a no-op. GuardError where `record` is not what was verified."""
+        version, digest = record["version"], record["digest"]
+        if self._holds(version, digest):
+            return
+        publication = self._publication
+        if publication is None or (publication.version, publication.verified) != (version, digest):
+            self._fail(f"commit of version {version}, which this engine has not verified")
         self._committed = {key: record[key] for key in ("version", "digest", "epoch")}
         self._publication, self._refusal = None, None
-        done = time.perf_counter()
-        return {**record, "seconds": {"digest": hashed - begin, "commit": done - hashed}}
+
+    def refuse(self, reason: str) -> None:
+        """Refuse to generate until a complete publication commits: another engine of the run refused this one."""
+        self._failure(reason)
 
     def held_digests(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """name -> (dtype, shape, BLAKE3) of the parameters that the model holds now."""
-        return checkpoint.tensor_digests(self._model.held_tensors())
+        """name -> (dtype, shape, BLAKE3) of the full tensors that the model holds now, on every rank the same."""
+        with self._watched():
+            mine = checkpoint.tensor_digests(self._held())
+            return mine if self.settings.tensor_parallel == 1 else self._model.of_all_ranks(mine)
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._model.held_tensors():
+            self._mark()
+            yield name, tensor
 
     def _append_commit(self, record: Mapping[str, Any]) -> None:
         if self.run_dir is not None:
@@ -479,7 +598,8 @@ class RolloutEngine:
                     stop_token_ids=[] if self.config.eos_token_id is None else [self.config.eos_token_id],
                 )
             )
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
+        with self._watched():
+            outputs = self.llm.generate(prompts, parameters, use_tqdm=False) if prompts else []
         return [self._completion(p, out.outputs[0]) for p, out in zip(parameters, outputs, strict=True)]
 
     def _completion(self, parameters: Any, output: Any) -> dict[str, Any]:

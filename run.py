@@ -5,7 +5,7 @@
     python run.py --resume --output RUN            # goes on exactly where the run stood
 
 Read this file top to bottom: `Recipe` is every setting, `check` refuses what cannot work before anything is written,
-`place` puts one trainer (Megatron-core) and one rollout engine (vLLM) on Ray, and `train` is the update loop. Each
+`place` puts the trainer (Megatron-core) and the rollout engines (vLLM) on Ray, and `train` is the update loop. Each
 update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
 
 Exit codes: 0 done, or --stop-after reached; 1 a fault; 2 bad input; 3 stopped by a guard (digest, replay bound,
@@ -117,6 +117,9 @@ class Recipe:
 
     device: str = option("auto", "where trainer and engine run", "placement", ("auto", "cpu", "cuda"))
     colocate: bool = option(False, "trainer and engine share one GPU", "placement")
+    rollout_gpus: int = option(1, "GPUs of all engines together; on CPU, their processes", "placement")
+    rollout_tensor_parallel_size: int = option(1, "GPUs that hold one engine together", "placement")
+    placement: str = option("pack", "engines beside the trainer, or spread over nodes", "placement", ("pack", "spread"))
     ray_address: str = option(None, "join this Ray cluster instead of starting one on loopback", "placement", kind=str)
     publication_transport: str = option("auto", "how weights reach the engine", "placement", ("auto", "disk", "shm", "ipc"))
     kv_cache_gib: float = option(0.0, "the engine's KV cache, GiB; 0 sizes it for one rollout", "placement")
@@ -128,7 +131,8 @@ class Recipe:
 # What a resume may change (DESIGN §6). Paths of inputs are compared by content instead, --epochs as the updates that it gives.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile", "epochs",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile", "epochs", "rollout_gpus",
+    "rollout_tensor_parallel_size", "placement",
 }  # fmt: skip
 
 
@@ -255,7 +259,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     }
     r = dataclasses.replace(r, **{k: v for k, v in fill.items() if getattr(r, k) is None})
     for name in ("updates", "rollout_batch_size", "n_samples_per_prompt", "max_prompt_len", "max_response_len", "save_interval",
-                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples"):  # fmt: skip
+                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples", "rollout_gpus",
+                 "rollout_tensor_parallel_size"):  # fmt: skip
         if not 1 <= getattr(r, name) <= MOST.get(name, 2**31 - 1):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
@@ -292,6 +297,12 @@ def resolve(values: dict, given: set[str]) -> Recipe:
             raise ValueError(f"--{name.replace('_', '-')} is empty")
     if data.parse_template_arguments(r.chat_template_args) and not r.apply_chat_template:
         raise ValueError("--chat-template-args needs --apply-chat-template")
+    if r.rollout_gpus % r.rollout_tensor_parallel_size:
+        raise ValueError(
+            f"--rollout-gpus {r.rollout_gpus} is no multiple of --rollout-tensor-parallel-size {r.rollout_tensor_parallel_size}"
+        )
+    if r.colocate and r.rollout_gpus > 1:
+        raise ValueError(f"--colocate shares one GPU between trainer and engine; --rollout-gpus is {r.rollout_gpus}")
     if r.eval_interval and not r.eval_data:
         raise ValueError("--eval-interval needs --eval-data")
     if r.track and importlib.util.find_spec(r.track) is None:
@@ -357,7 +368,8 @@ def shown_recipe(r: Recipe, like: str = "{}") -> dict:
 # The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
 MOST = {
     "seed": 2**32 - 1, "max_num_seqs": 2**16, "eval_samples": 2**16, "keep_checkpoints": 10**6, "lr": 1e6, "critic_lr": 1e6,
-    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6,
+    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6, "rollout_gpus": 2**12,
+    "rollout_tensor_parallel_size": 2**6,
 }  # fmt: skip
 
 
@@ -388,6 +400,12 @@ def check(r: Recipe) -> Inputs:
         raise ValueError(
             f"--max-prompt-len {r.max_prompt_len} + --max-response-len {r.max_response_len} exceed the model's"
             f" max_position_embeddings {config.max_position_embeddings}"
+        )
+    ranks, groups = r.rollout_tensor_parallel_size, config.num_key_value_heads
+    if config.num_attention_heads % ranks or config.intermediate_size % ranks or (groups % ranks and ranks % groups):
+        raise ValueError(
+            f"--rollout-tensor-parallel-size {ranks} does not divide the model: {config.num_attention_heads} heads,"
+            f" {groups} key-value heads, intermediate_size {config.intermediate_size}"
         )
     tokenizer = data.load_tokenizer(r.model)
     how = data.Reading(**{field.name: getattr(r, field.name) for field in dataclasses.fields(data.Reading)})
@@ -427,39 +445,44 @@ def model_content(model: Path) -> dict:
 @dataclasses.dataclass
 class Placed:
     trainers: list  # by rank
-    engines: list
+    engines: object  # engines.Engines
     device: str
     transport: str
+
+    def processes(self) -> dict:
+        """Every process that computes, by the name of its log."""
+        return {f"trainer-{i}": actor for i, actor in enumerate(self.trainers)} | self.engines.processes()
 
 
 @contextlib.contextmanager
 def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
-    """Start (or join) Ray, and put trainer and engine on it. Yields Placed; stops what it started."""
+    """Start (or join) Ray, and put trainer and engines on it. Yields Placed; stops what it started."""
     ray_environment(r)  # Ray reads it when it is imported
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
+    import engines
     import rollout
     import trainer
 
     with started_ray(r, stop) as at_end:
         has = ray.cluster_resources()
         device = r.device if r.device != "auto" else "cuda" if has.get("GPU") else "cpu"
+        ranks = r.rollout_tensor_parallel_size
+        count = r.rollout_gpus // ranks
         one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-        bundles = [{"CPU": 2, "GPU": 1}] if r.colocate and device == "cuda" else [one, one]
-        for kind in ("CPU", "GPU"):
-            wanted, there = sum(b.get(kind, 0) for b in bundles), has.get(kind, 0)
-            if wanted > there:
-                hint = "; --colocate shares one GPU" if kind == "GPU" and there == 1 else ""
-                raise ValueError(f"placement needs {wanted:g} {kind}, the cluster has {there:g}{hint}")
-        group = placement_group(bundles, strategy="PACK")
-        at_end(remove_placement_group, group)  # ends the run's actors, also where the cluster is somebody else's
-        if not group.wait(10):
-            raise ValueError(
-                f"placement needs {bundles}; of the cluster's {has} only {ray.available_resources()} are free"
-            )
-        share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0) / (1 if len(bundles) > 1 else 2)}
+        shared = r.colocate and device == "cuda"
+        trainers = [{"CPU": 2, "GPU": 1}] if shared else [one]
+        bundles = [] if shared else [{kind: n * ranks for kind, n in one.items()}] * count  # an engine stays on one node
+        check_resources(trainers + bundles, device, f"{len(trainers)} for the trainer, {count} × {ranks} for engines")
+        apart, groups = r.placement == "spread" and not shared, []
+        for wanted, strategy in [(trainers, "PACK"), (bundles, "SPREAD")] if apart else [(trainers + bundles, "PACK")]:
+            groups.append(placement_group(wanted, strategy=strategy))
+            at_end(remove_placement_group, groups[-1])  # ends the run's actors, also where the cluster is somebody else's
+            if not groups[-1].wait(10):
+                raise ValueError(f"placement needs {wanted}; of the cluster's {has} only {ray.available_resources()} are free")
+        share = {"num_cpus": 1, "num_gpus": one.get("GPU", 0) / (2 if shared else 1)}
         transport = r.publication_transport
         if transport == "auto":
             transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
@@ -478,6 +501,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             model_revision=r.model_revision,
             engine_revision=r.engine_revision,
             epoch=epoch,
+            tensor_parallel=ranks,
         )
         # Passive: trainer and engine take turns on the same cores, and a thread that spins while it waits made an update
         # ten times slower beside one other busy process (two cores).
@@ -485,22 +509,24 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
         make_trainer = ray.remote(trainer.Trainer).options(
             **share,
-            scheduling_strategy=In(group, placement_group_bundle_index=0),
+            scheduling_strategy=In(groups[0], placement_group_bundle_index=0),
             runtime_env={"env_vars": {**common, **deterministic, **json.loads(r.train_env_vars)}},
         )
-        make_engine = ray.remote(rollout.RolloutEngine).options(
-            **share,
-            scheduling_strategy=In(group, placement_group_bundle_index=len(bundles) - 1),
-            # One thread on CPU: with more, vLLM's log-probabilities depend on the batch in the last bit.
-            runtime_env={
-                "env_vars": {
-                    **common,
-                    **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
-                    **deterministic,
-                    **rollout.engine_environment(engine_settings),
-                }
-            },
-        )
+        # One thread on CPU: with more, vLLM's log-probabilities depend on the batch in the last bit.
+        one_thread = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+        engine_env = {**common, **one_thread, **deterministic, **rollout.engine_environment(engine_settings)}
+
+        def start_engine(number: int) -> list:
+            """The actors of an engine by rank, in its bundle."""
+            bundle = 0 if shared else number if apart else len(trainers) + number
+            where = In(groups[-1], placement_group_bundle_index=bundle)
+            meet = ray.remote(engines.free_address).options(num_cpus=0, scheduling_strategy=where)
+            settings = dataclasses.replace(engine_settings, number=number, rendezvous=ray.get(meet.remote()) if ranks > 1 else "")
+            make = ray.remote(rollout.RolloutEngine).options(
+                **share, scheduling_strategy=where, runtime_env={"env_vars": engine_env}
+            )
+            return [make.remote(str(Path(r.model).absolute()), held, dataclasses.replace(settings, rank=i)) for i in range(ranks)]
+
         trainer_settings = trainer.TrainerSettings(
             device=device,
             memory_cap_gib=r.train_memory_gib,
@@ -511,14 +537,10 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             },
         )
         held = str(Path(r.output).absolute())
-        placed = Placed(
-            [make_trainer.remote(trainer_settings)],
-            [make_engine.remote(str(Path(r.model).absolute()), held, engine_settings)],
-            device,
-            transport,
-        )
         try:
-            ray.get([actor.facts.remote() for actor in (*placed.trainers, *placed.engines)])
+            made = [make_trainer.remote(trainer_settings)]
+            placed = Placed(made, engines.Engines(start_engine, count, held, epoch), device, transport)
+            each(placed.trainers, "facts")
         except ray.exceptions.RayActorError as error:
             raise constructed(error) from None
         yield placed
@@ -558,10 +580,10 @@ def started_ray(r: Recipe, stop: Stop):
             else:
                 folder = stack.enter_context(ray_folder(Path(r.output)))
                 stack.callback(leave)
+                cpus = max(1 + r.rollout_gpus, os.cpu_count())  # processes take turns on the cores that there are
                 ray.init(
-                    "local", num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False,
-                    _temp_dir=folder, **quiet,
-                )  # fmt: skip
+                    "local", num_cpus=cpus, _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=folder, **quiet
+                )
                 end_with_this_process([pid for raylet in children(os.getpid(), folder) for pid in children(raylet, "")])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -739,6 +761,25 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def check_resources(bundles: list[dict], device: str, parts: str) -> None:
+    """ValueError where a cluster cannot hold these bundles even when idle: what is needed, and what there is."""
+    import ray
+
+    has, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kinds = ("GPU", "CPU") if device == "cuda" else ("CPU",)
+    wanted, there = {k: sum(b[k] for b in bundles) for k in kinds}, {k: has.get(k, 0) for k in kinds}
+    if any(wanted[k] > there[k] for k in kinds):
+        needs, found = (", ".join(f"{n:g} {k}" for k, n in listed.items()) for listed in (wanted, there))
+        hint = "; --colocate shares one GPU" if wanted.get("GPU") == 2 and there["GPU"] == 1 else ""
+        raise ValueError(f"placement needs {needs} ({parts}); the cluster has {found}{hint}")
+    for kind in kinds:
+        largest, by_node = max(b[kind] for b in bundles), sorted((node.get(kind, 0) for node in nodes), reverse=True)
+        if largest > by_node[0]:
+            raise ValueError(
+                f"placement needs a node with {largest:g} {kind}; the cluster's nodes have {', '.join(f'{n:g}' for n in by_node)}"
+            )
+
+
 def each(actors: list, method: str, *args):
     """Call a method of every actor at once and wait for all. Returns what the first one answers."""
     import ray
@@ -768,11 +809,15 @@ def constructed(error) -> BaseException:
 
 
 def kv_cache_gib(r: Recipe, config) -> float:
-    """GiB of the engine's KV cache: as asked, or enough for one rollout at full length."""
+    """GiB of an engine's KV cache on each of its GPUs: as asked, or enough for its share of one rollout at full length."""
     import plan
 
-    sequences = min(r.max_num_seqs, r.rollout_batch_size * r.n_samples_per_prompt)
-    return r.kv_cache_gib or plan.kv_cache_gib(config, r.precision, sequences, r.max_prompt_len + r.max_response_len)
+    ranks = r.rollout_tensor_parallel_size
+    prompts = -(-r.rollout_batch_size // (r.rollout_gpus // ranks))
+    sequences = min(r.max_num_seqs, prompts * r.n_samples_per_prompt)
+    return r.kv_cache_gib or plan.kv_cache_gib(
+        config, r.precision, sequences, r.max_prompt_len + r.max_response_len, min(ranks, config.num_key_value_heads)
+    )
 
 
 # --- the update loop -------------------------------------------------------------------------------------------------
@@ -804,22 +849,18 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     run, last = Path(r.output), (r.stop_after or r.updates)
     committed = 0
     show = Progress(r, start)
+    at.engines.say = show.say
 
     def publish(version: int) -> None:
         nonlocal committed
         if version != committed:
-            place = publication_path(run, at.transport)
-            try:
-                each(at.engines, "publish", each(at.trainers, "publish", version, at.transport, str(place)))
-            finally:
-                if at.transport == "shm":
-                    place.unlink(missing_ok=True)
+            at.engines.publish(version, lambda version: sent(run, at, version))
             committed = version
 
     for update in range(start, last):
         clock, traced = Clock(), update + 1 == r.profile
         if traced:
-            watch.start_traces(at.trainers, at.engines)
+            watch.start_traces(at.processes())
         with clock("publish"):
             publish(update + 1)
         evaluation = {}
@@ -836,7 +877,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         with clock("train"):
             metrics = each(at.trainers, "train", completions, update)
         if traced:
-            watch.save_traces(run / "profile", at.trainers, at.engines)
+            watch.save_traces(run / "profile", at.processes())
 
         done = update + 1
         if r.eval_data and (done == r.updates or (r.eval_interval and done % r.eval_interval == 0)):
@@ -894,7 +935,7 @@ def roll_out(r: Recipe, at: Placed, batch: list, update: int) -> list[dict]:
         for group, prompt in enumerate(batch)
         for k in range(n)
     ]
-    answers = each(at.engines, "generate", requests)
+    answers = at.engines.generate(requests, n)
     return [
         {
             "sample": i,
@@ -939,8 +980,8 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
         for row, prompt in enumerate(inputs.held_out)
         for j in range(k + 1)
     ]
-    answers = each(at.engines, "generate", requests)
-    each(at.engines, "reset_caches")
+    answers = at.engines.generate(requests, k + 1)
+    at.engines.reset_caches()
     texts = [decode(inputs.tokenizer, a["response_tokens"]) for a in answers]
     rows = [p for p in inputs.held_out for _ in range(k + 1)]
     grades = grader.grade([(p.prompt, text, p.label) for p, text in zip(rows, texts, strict=True)])
@@ -948,6 +989,17 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
         answer["reward"] = one.reward
     rows = [answers[i : i + k + 1] for i in range(0, len(answers), k + 1)]
     return {"updates": updates, "samples": k, **breakdown(rows, [p.source for p in inputs.held_out], k, 1.0)}
+
+
+@contextlib.contextmanager
+def sent(run: Path, at: Placed, version: int):
+    """The manifest of the trainer's policy, which can be read from where it says until this context ends."""
+    place = publication_path(run, at.transport)
+    try:
+        yield each(at.trainers, "publish", version, at.transport, str(place))
+    finally:
+        if at.transport == "shm":
+            place.unlink(missing_ok=True)
 
 
 def publication_path(run: Path, transport: str) -> Path:
@@ -1105,15 +1157,17 @@ def main(argv: list[str]) -> int:
         import reward
 
         grader = stack.enter_context(reward.Grader(r.reward))
-        print("starting Ray, the trainer and the engine", flush=True)
+        several = r.rollout_gpus // r.rollout_tensor_parallel_size
+        print(f"starting Ray, the trainer and {'the engine' if several == 1 else f'{several} engines'}", flush=True)
         at = stack.enter_context(place(r, inputs, epoch, threads, stop))
 
-        facts = {"trainer": each(at.trainers, "facts"), "engine": each(at.engines, "facts")}
+        facts = {"trainer": each(at.trainers, "facts"), "engine": at.engines.facts()}
         if not saved:
             checkpoint.create_run(run, record(r, inputs, at, threads, facts))
             lock = stack.enter_context(checkpoint.lock_run(run))
             checkpoint.next_epoch(run)
-        each([*at.trainers, *at.engines], "hold", str(run.absolute()), lock.owner)
+        each(at.trainers, "hold", str(run.absolute()), lock.owner)
+        at.engines.hold(str(run.absolute()), lock.owner)
         if state:
             each(at.trainers, "load", str(run.absolute()), start)
         try:
@@ -1189,7 +1243,7 @@ def command(argv: list[str]) -> int:
     except Exception as error:
         if text := process_fault(error):
             return complain(text, 1)
-        if type(error).__name__ != "RayTaskError":
+        if type(error).__name__ not in ("RayTaskError", "EngineDied"):
             traceback.print_exc()
         return complain(error, 1)
 

