@@ -35,9 +35,10 @@ except ModuleNotFoundError as missing:
 # --- the recipe ------------------------------------------------------------------------------------------------------
 
 
-def option(default, help: str, group: str, choices=None, kind=None):
-    """A field of the recipe that is also a command-line option with one line of help."""
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind})
+def option(default, help: str, group: str, choices=None, kind=None, off=False):
+    """A field of the recipe that is also a command-line option with one line of help; `off`: there is a --no-… of it."""
+    meta = {"help": help, "group": group, "choices": choices, "kind": kind, "off": off}
+    return dataclasses.field(default=default, metadata=meta)
 
 
 ALGORITHMS = ("ppo", "grpo", "dppo", "flow-dppo")
@@ -94,6 +95,10 @@ class Recipe:
     keep_checkpoints: int = option(2, "checkpoints kept", "durability")
 
     device: str = option("auto", "where trainer and engine run", "placement", ("auto", "cpu", "cuda"))
+    train_gpus: int = option(1, "trainer processes, a GPU each (on CPU a core)", "placement")
+    tensor_model_parallel_size: int = option(1, "trainer processes that share each layer; the rest is data parallel", "placement")
+    sequence_parallel: bool = option(False, "also share the tokens between layers among them", "placement", off=True)
+    distributed_optimizer: bool = option(False, "share the optimizer's state among data-parallel ranks", "placement", off=True)
     colocate: bool = option(False, "trainer and engine share one GPU", "placement")
     ray_address: str = option(None, "join this Ray cluster instead of starting one on loopback", "placement", kind=str)
     publication_transport: str = option("auto", "how weights reach the engine", "placement", ("auto", "disk", "shm", "ipc"))
@@ -107,7 +112,27 @@ class Recipe:
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
     "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track",
+    "train_gpus", "tensor_model_parallel_size", "sequence_parallel", "distributed_optimizer",
 }  # fmt: skip
+
+
+# Megatron's names of what this trainer does not do, and why; docs/scaling.md has the arithmetic. 1 is what it does.
+REFUSED = {
+    "--pipeline-model-parallel-size": "a looped model passes all its layers again in each loop, so every micro-batch would go"
+    " round all stages num_loops times; use --tensor-model-parallel-size and --distributed-optimizer",
+    "--context-parallel-size": "attention here is over whole sequences, of which each loop has keys and values of its own; use"
+    " --tensor-model-parallel-size with --sequence-parallel and --recompute",
+}
+
+
+def refusal(why: str):
+    """An argument type that takes 1, as None, and says `why` of anything else."""
+
+    def read(text: str) -> None:
+        if text.strip() != "1":
+            raise argparse.ArgumentTypeError(why)
+
+    return read
 
 
 def parse(argv: list[str]) -> tuple[dict, set[str]]:
@@ -123,16 +148,19 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
         shown = "" if field.default in (None, False) else f" (default: {field.default})"
         extra = {"help": meta["help"].replace("%", "%%") + shown, "default": argparse.SUPPRESS}
         if isinstance(field.default, bool):
-            extra["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            extra["action"] = argparse.BooleanOptionalAction if field.default or meta["off"] else "store_true"
         else:
             extra["type"] = meta["kind"] or type(field.default)
             extra["choices"] = meta["choices"]
             extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
         group.add_argument(flag, **extra)
+    for flag, why in REFUSED.items():
+        parser.add_argument(flag, type=refusal(why), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
     given = vars(parser.parse_args(argv))
     if empty := [name for name, value in given.items() if isinstance(value, list)]:
         parser.error(f"--{empty[0].replace('_', '-')}: -- is no value")  # argparse makes an empty list of --option=--
+    given = {name: value for name, value in given.items() if value is not None or name == "config"}
     path = given.pop("config")
     values, named = read_config_file(Path(path)) if path else ({}, set())
     return {**values, **given}, named | set(given)
@@ -223,7 +251,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     }
     r = dataclasses.replace(r, **{k: v for k, v in fill.items() if getattr(r, k) is None})
     for name in ("updates", "rollout_batch_size", "n_samples_per_prompt", "max_prompt_len", "max_response_len", "save_interval",
-                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples"):  # fmt: skip
+                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples", "train_gpus",
+                 "tensor_model_parallel_size"):  # fmt: skip
         if not 1 <= getattr(r, name) <= MOST.get(name, 2**31 - 1):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
@@ -247,6 +276,16 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError("--algorithm grpo compares completions of one prompt: --n-samples-per-prompt must be at least 2")
     if r.algorithm == "flow-dppo" and r.rollout_batch_size * r.n_samples_per_prompt % 2:
         raise ValueError("--algorithm flow-dppo steps on two halves: prompts × completions must be even")
+    if r.train_gpus % r.tensor_model_parallel_size:
+        raise ValueError(
+            f"--train-gpus {r.train_gpus} is no multiple of --tensor-model-parallel-size {r.tensor_model_parallel_size}"
+        )
+    if r.sequence_parallel and r.tensor_model_parallel_size == 1:
+        raise ValueError("--sequence-parallel shares tokens among tensor-parallel ranks: --tensor-model-parallel-size is 1")
+    if r.distributed_optimizer and r.optimizer == "sgd":
+        raise ValueError("--distributed-optimizer shares Adam's moments; --optimizer sgd has no state to share")
+    if r.distributed_optimizer and r.offload_train:
+        raise ValueError("--distributed-optimizer keeps all weights in one buffer, which --offload-train cannot move")
     if r.stop_after > r.updates:
         raise ValueError(f"--stop-after {r.stop_after} lies beyond --updates {r.updates}")
     if r.eval_interval and not r.eval_data:
@@ -268,7 +307,7 @@ def resolve(values: dict, given: set[str]) -> Recipe:
 # The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
 MOST = {
     "seed": 2**32 - 1, "max_num_seqs": 2**16, "eval_samples": 2**16, "keep_checkpoints": 10**6, "lr": 1e6, "critic_lr": 1e6,
-    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6,
+    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6, "train_gpus": 4096, "tensor_model_parallel_size": 4096,
 }  # fmt: skip
 
 
@@ -294,6 +333,7 @@ def check(r: Recipe) -> Inputs:
 
     config = provider.read_config(r.model)
     provider.check_checkpoint(r.model, config)
+    provider.check_tensor_parallel(config, r.tensor_model_parallel_size, str(Path(r.model) / provider.CONFIG))
     if r.max_prompt_len + r.max_response_len > config.max_position_embeddings:
         raise ValueError(
             f"--max-prompt-len {r.max_prompt_len} + --max-response-len {r.max_response_len} exceed the model's"
@@ -334,9 +374,9 @@ class Placed:
 
 @contextlib.contextmanager
 def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
-    """Start (or join) Ray, and put trainer and engine on it. Yields Placed; stops what it started."""
+    """Start (or join) Ray, and put trainers and engine on it. Yields Placed; stops what it started."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
     import rollout
@@ -352,7 +392,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             check_address(r.ray_address)
             ray.init(address=r.ray_address, **quiet)
         else:
-            ray.init(num_cpus=max(2, os.cpu_count()), _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
+            cores = max(r.train_gpus + 1, os.cpu_count())  # of Ray's bookkeeping; processes beyond the real ones take turns
+            ray.init(num_cpus=cores, _node_ip_address="127.0.0.1", include_dashboard=False, **quiet)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         stop.install()  # ray.init puts a SIGTERM handler of its own in place, which ends the process at once
@@ -361,7 +402,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         has = ray.cluster_resources()
         device = r.device if r.device != "auto" else "cuda" if has.get("GPU") else "cpu"
         one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-        bundles = [{"CPU": 2, "GPU": 1}] if r.colocate and device == "cuda" else [one, one]
+        trainers = [one] * r.train_gpus  # the engine shares the first one's GPU, or has a bundle of its own
+        bundles = [{"CPU": 2, "GPU": 1}, *trainers[1:]] if r.colocate and device == "cuda" else [*trainers, one]
         for kind in ("CPU", "GPU"):
             wanted, there = sum(b.get(kind, 0) for b in bundles), has.get(kind, 0)
             if wanted > there:
@@ -372,12 +414,16 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             raise ValueError(
                 f"placement needs {bundles}; of the cluster's {has} only {ray.available_resources()} are free"
             )
-        share = {"num_cpus": 1, "num_gpus": bundles[0].get("GPU", 0) / (1 if len(bundles) > 1 else 2)}
+        apart = len(bundles) > r.train_gpus
+        gpu = bundles[0].get("GPU", 0)
         transport = r.publication_transport
         if transport == "auto":
-            transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
-        if transport == "ipc" and not (device == "cuda" and r.colocate):
-            raise ValueError("--publication-transport ipc needs trainer and engine on one GPU: --colocate")
+            one_gpu = device == "cuda" and r.colocate and r.tensor_model_parallel_size == 1
+            transport = "ipc" if one_gpu else "shm" if not r.ray_address else "disk"
+        if transport == "ipc" and not (device == "cuda" and r.colocate and r.tensor_model_parallel_size == 1):
+            raise ValueError(
+                "--publication-transport ipc needs the weights on the engine's GPU: --colocate, and no tensor parallelism"
+            )
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
             matmul_precision=r.matmul_precision,
@@ -396,14 +442,33 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         # ten times slower beside one other busy process (two cores).
         common = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
-        make_trainer = ray.remote(trainer.Trainer).options(
-            **share,
-            scheduling_strategy=In(group, placement_group_bundle_index=0),
-            runtime_env={"env_vars": {**common, **deterministic, **json.loads(r.train_env_vars)}},
-        )
+        # The trainer's processes of one machine share its cores, and, where the run started Ray, talk over loopback.
+        several = {"OMP_NUM_THREADS": str(max(1, threads // r.train_gpus))} if r.train_gpus > 1 else {}
+        if r.tensor_model_parallel_size > 1:
+            several["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron starts a sum before the product that hides it
+        if r.train_gpus > 1 and not r.ray_address:
+            several["GLOO_SOCKET_IFNAME"] = "lo"
+
+        # Ranks are counted node by node, so that those which share layers lie together where T divides a node's share.
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        order = sorted(range(r.train_gpus), key=lambda bundle: (nodes[bundle] != nodes[0], nodes[bundle], bundle))
+
+        def make_trainer(rank: int):
+            return (
+                ray.remote(trainer.Trainer)
+                .options(
+                    num_cpus=1,
+                    num_gpus=gpu if apart or rank else gpu / 2,
+                    scheduling_strategy=In(group, placement_group_bundle_index=order[rank]),
+                    runtime_env={"env_vars": {**common, **deterministic, **several, **json.loads(r.train_env_vars)}},
+                )
+                .remote(trainer_settings, rank, r.train_gpus)
+            )
+
         make_engine = ray.remote(rollout.RolloutEngine).options(
-            **share,
-            scheduling_strategy=In(group, placement_group_bundle_index=len(bundles) - 1),
+            num_cpus=1,
+            num_gpus=gpu if apart else gpu / 2,
+            scheduling_strategy=In(group, placement_group_bundle_index=len(bundles) - 1 if apart else 0),
             # One thread on CPU: with more, vLLM's log-probabilities depend on the batch in the last bit.
             runtime_env={
                 "env_vars": {
@@ -425,12 +490,15 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         )
         held = str(Path(r.output).absolute())
         placed = Placed(
-            [make_trainer.remote(trainer_settings)],
+            [make_trainer(rank) for rank in range(r.train_gpus)],
             [make_engine.remote(str(Path(r.model).absolute()), held, engine_settings)],
             device,
             transport,
         )
         try:
+            if r.train_gpus > 1:
+                host = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == nodes[0])
+                each(placed.trainers, "start", ray.get(placed.trainers[0].rendezvous.remote(host)))
             ray.get([actor.facts.remote() for actor in (*placed.trainers, *placed.engines)])
         except ray.exceptions.RayActorError as error:
             raise constructed(error) from None
@@ -441,11 +509,12 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         ray.shutdown()
 
 
-def each(actors: list, method: str, *args):
-    """Call a method of every actor at once and wait for all. Returns what the first one answers."""
+def each(actors: list, method: str, *args, patience: float | None = None):
+    """Call a method of every actor at once and wait for all, `patience` seconds at most. Returns what the first one answers;
+    raises what one of them raises at once, whether or not the others have answered."""
     import ray
 
-    return ray.get([getattr(actor, method).remote(*args) for actor in actors])[0]
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=patience)[0]
 
 
 def check_address(address: str) -> None:
@@ -514,7 +583,8 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
                 each(at.engines, "publish", each(at.trainers, "publish", version, at.transport, str(place)))
             finally:
                 if at.transport == "shm":
-                    place.unlink(missing_ok=True)
+                    for file in place.parent.glob(f"{place.stem}*"):  # one of each sender
+                        file.unlink(missing_ok=True)
             committed = version
 
     for update in range(start, last):
@@ -811,7 +881,8 @@ def main(argv: list[str]) -> int:
             code = train(r, inputs, at, grader, start, cursor, stop)
         except BaseException:
             with contextlib.suppress(Exception):  # a fault elsewhere does not cost the checkpoint that is being written
-                each(at.trainers, "wait_for_checkpoint")
+                # Of several trainers one may have failed alone: the others then wait for it, and cannot answer.
+                each(at.trainers, "wait_for_checkpoint", patience=60 if len(at.trainers) > 1 else None)
             raise
     if code == 0 and not (r.stop_after and r.stop_after < r.updates):
         summary(run)
