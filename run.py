@@ -4,8 +4,8 @@
     python run.py --resume --output RUN            # goes on exactly where the run stood
 
 Read this file top to bottom: `Recipe` is every setting, `check` refuses what cannot work before anything is written,
-`place` puts one trainer (Megatron-core) and one rollout engine (vLLM) on Ray, and `train` is the update loop. Each
-update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
+`place` puts the trainer (Megatron-core, a process a GPU) and one rollout engine (vLLM) on Ray, and `train` is the update
+loop. Each update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
 
 Exit codes: 0 done, or --stop-after reached; 1 a fault; 2 bad input; 3 stopped by a guard (digest, replay bound,
 non-finite numbers); 130/143 after a signal, state saved.

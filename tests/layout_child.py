@@ -139,8 +139,9 @@ class Child:
         """Checkpoints of one process and of this layout (or of LAYOUT, where the folder is again-LAYOUT): what is held after
         loading each, and the third update."""
         found = {}
-        layouts = {"1x1", self.folder.name.removeprefix("again-")}
-        for run in sorted(run for layout in layouts for run in self.folder.parent.glob(f"run-{layout}-*")):
+        layouts = {"1x1", self.folder.name.removeprefix("again-").removesuffix("-bf16")}
+        runs = sorted(run for layout in layouts for run in self.folder.parent.glob(f"run-{layout}-*"))
+        for run in (run for run in runs if ("bf16" in run.name) == ("precision" in changes)):
             t = self.make(algorithm, **changes)
             t.load(str(run), 2)
             held = t._facts()
@@ -168,6 +169,11 @@ def jobs(child: Child) -> dict:
     found["save distributed"] = lambda: child.save("distributed", distributed_optimizer=True)
     found["load"] = lambda: child.load()
     found["load distributed"] = lambda: child.load(distributed_optimizer=True)
+    half = {"precision": "bf16", "max_logprob_error": 1.0}
+    found["save bf16"] = lambda: child.save("bf16", **half)
+    found["save bf16 distributed"] = lambda: child.save("bf16-distributed", distributed_optimizer=True, **half)
+    found["load bf16"] = lambda: child.load(**half)
+    found["load bf16 distributed"] = lambda: child.load(distributed_optimizer=True, **half)
     return found
 
 

@@ -78,7 +78,8 @@ def several(request, folder, one):
     """(T, DP), results by rank."""
     tensor, data = map(int, request.param.split("x"))
     if request.param == "2x2":  # the rest of what it is compared with
-        one |= spawn(folder / "1x1-all", 1, 1, *(name for name in sorted(set(SAME.values())) if name not in one))[0]
+        rest = [*(name for name in sorted(set(SAME.values())) if name not in one), "save bf16", "save bf16 distributed"]
+        one |= spawn(folder / "1x1-all", 1, 1, *rest)[0]
     cases = [] if request.param == "2x2" else FEW + (["sequence", "all"] if tensor > 1 else ["distributed"])
     return tensor, data, spawn(folder / request.param, tensor * data, tensor, *cases)
 
@@ -182,6 +183,19 @@ def test_a_checkpoint_goes_on_under_any_layout_and_bit_for_bit_under_its_own(sev
         assert {"run-1x1-plain", "run-1x1-distributed", f"{own}plain", f"{own}distributed"} <= set(loaded)
         for name, found in loaded.items():
             agrees_with_what_was_saved(found, folder / name, exact=name == own + ("plain" if case == "load" else "distributed"))
+
+
+@pytest.mark.slow
+def test_half_precision_keeps_its_main_parameters_through_every_change_of_layout_and_optimizer(several, folder):
+    tensor, data, (first, *_) = several
+    if "load bf16" not in first:
+        pytest.skip("one layout is enough")
+    again = spawn(folder / f"again-{tensor}x{data}-bf16", 1, 1, "load bf16", "load bf16 distributed")[0]
+    for found in (first["load bf16"], first["load bf16 distributed"], again["load bf16"], again["load bf16 distributed"]):
+        names = [name for name in found if name != "seconds"]
+        assert {"run-1x1-all-bf16", "run-1x1-all-bf16-distributed"} < set(names) and len(names) == 4
+        for name in names:
+            assert found[name]["held"]["tensors"] == checkpoint.read_state(folder / name, 2)["tensors"], name
 
 
 @pytest.mark.slow
