@@ -12,6 +12,11 @@ every full, unsharded tensor. That makes the parallel layout, files and shards i
 themselves unnecessary: they may have been deleted to save room. Of the first differing tensor the first differing
 element is printed, where both runs still have the tensor files and torch is installed; `--no-values` leaves that out.
 
+Bit for bit is promised under one parallel layout. Under another (--train-gpus and the options beside it) sums have another
+order: at the point where the layout changed all digests are equal still, and from there on the numbers agree to rounding.
+`--tolerance X` compares such runs: tokens, rewards and all whole numbers must be equal, other numbers may differ by X times
+the larger of them and 1, and a tensor whose digests differ by X times its 2-norm, for which the tensor files are read.
+
 A run that is going on can be audited: the updates complete so far are looked at, and the table says how many.
 What a run contains is text that a model wrote; nothing of it is printed without escaping.
 """
@@ -148,26 +153,29 @@ def finding(what: str, check: Callable[[], Row]) -> Row:
 # Two runs
 
 
-def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
+def first_difference(a: Any, b: Any, path: str = "", tolerance: float = 0.0) -> tuple[str, Any, Any] | None:
     """(path, value in a, value in b) of the first place where two JSON values differ, or None.
 
-    Numbers are equal when all their bits are: 0.0 and -0.0 differ, 1 and 1.0 do not.
+    Numbers are equal when all their bits are: 0.0 and -0.0 differ, 1 and 1.0 do not. With `tolerance`, numbers that are
+    not both whole are equal when they differ by no more than it, times the larger of their sizes and 1.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}):
             inner = f"{path}.{safe(key, 80)}" if path else safe(key, 80)
-            if found := first_difference(a.get(key, MISSING), b.get(key, MISSING), inner):
+            if found := first_difference(a.get(key, MISSING), b.get(key, MISSING), inner, tolerance):
                 return found
         return None
     if isinstance(a, list) and isinstance(b, list):
         if a == b and repr(a) == repr(b):  # repr tells 0.0 from -0.0
             return None
         for index, (x, y) in enumerate(zip(a, b, strict=False)):
-            if found := first_difference(x, y, f"{path}[{index}]"):
+            if found := first_difference(x, y, f"{path}[{index}]", tolerance):
                 return found
         return None if len(a) == len(b) else (f"{path} length", len(a), len(b))
     if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, int | float) and isinstance(b, int | float)):
         return None if type(a) is type(b) and a == b else (path, a, b)
+    if tolerance and float in (type(a), type(b)) and abs(a - b) <= tolerance * max(1, abs(a), abs(b)):
+        return None
     same = a == b and (a != 0 or math.copysign(1, a) == math.copysign(1, b))
     return None if same else (path, a, b)
 
@@ -177,8 +185,9 @@ def difference(place: str, found: tuple[str, Any, Any]) -> str:
     return f"first difference: {place}{', ' if path else ''}{path}: {show(a)} | {show(b)}"
 
 
-def compare(path_a: Path | str, path_b: Path | str, values: bool = False) -> list[Row]:
-    """The table of two runs. values: whether a differing tensor is looked up in the tensor files.
+def compare(path_a: Path | str, path_b: Path | str, values: bool = False, tolerance: float = 0.0) -> list[Row]:
+    """The table of two runs. values: whether a differing tensor is looked up in the tensor files. tolerance: 0 for bit for
+    bit, else what runs of different layouts may differ by (see the head of this file).
 
     ValueError when one of them is no run directory.
     """
@@ -193,10 +202,10 @@ def compare(path_a: Path | str, path_b: Path | str, values: bool = False) -> lis
     settings = first_difference(a.record.get("recipe"), b.record.get("recipe"))
     if settings:
         rows.append(Row("settings", None, difference("the recipe", settings)))
-    rows += _compare_completions(a, b, count)
-    rows.append(finding("metrics", lambda: _compare_metrics(rows_a[:count], rows_b[:count])))
-    rows.append(finding("publications", lambda: _compare_commits(a, b, count, live)))
-    rows += _compare_checkpoints(a, b, live, values)
+    rows += _compare_completions(a, b, count, tolerance)
+    rows.append(finding("metrics", lambda: _compare_metrics(rows_a[:count], rows_b[:count], tolerance)))
+    rows.append(finding("publications", lambda: _compare_commits(a, b, count, live, tolerance)))
+    rows += _compare_checkpoints(a, b, live, values, tolerance)
     return rows
 
 
@@ -209,7 +218,7 @@ def _updates_row(a: RunFiles, b: RunFiles, n_a: int, n_b: int) -> Row:
     return Row("updates", True, compared) if lags else Row("updates", False, f"{n_a} | {n_b}; the first {compared}")
 
 
-def _compare_completions(a: RunFiles, b: RunFiles, count: int) -> list[Row]:
+def _compare_completions(a: RunFiles, b: RunFiles, count: int, tolerance: float) -> list[Row]:
     found: dict[str, str] = {}
     total = 0
     for update in range(count):
@@ -222,7 +231,8 @@ def _compare_completions(a: RunFiles, b: RunFiles, count: int) -> list[Row]:
                 if x == y and repr(x) == repr(y):
                     continue
                 for what, keys in COMPLETION_PARTS.items():
-                    if what not in found and (place := first_difference(_part(x, keys), _part(y, keys))):
+                    left_part, right_part = _part(x, keys, tolerance), _part(y, keys, tolerance)
+                    if what not in found and (place := first_difference(left_part, right_part, "", tolerance)):
                         found[what] = difference(f"update {update}, sample {sample}", place)
         except (ValueError, OSError) as error:
             found.setdefault("completions", safe(str(error)))
@@ -232,18 +242,19 @@ def _compare_completions(a: RunFiles, b: RunFiles, count: int) -> list[Row]:
     return rows + [Row(what, what not in found, found.get(what, "")) for what in COMPLETION_PARTS]
 
 
-def _part(completion: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+def _part(completion: Mapping[str, Any], keys: tuple[str, ...], tolerance: float) -> dict[str, Any]:
     part = {key: completion[key] for key in keys if key in completion}
     if isinstance(part.get("trace"), dict):
-        part["trace"] = {key: value for key, value in part["trace"].items() if key != "epoch"}
+        apart = ("epoch", "digest") if tolerance else ("epoch",)  # a digest knows no tolerance
+        part["trace"] = {key: value for key, value in part["trace"].items() if key not in apart}
     return part
 
 
-def _compare_metrics(rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]]) -> Row:
+def _compare_metrics(rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]], tolerance: float) -> Row:
     names = {*METRICS, *(f"{name}_steps" for name in METRICS)}
     for update, (x, y) in enumerate(zip(rows_a, rows_b, strict=True)):
         left, right = ({k: _timeless(v) for k, v in row.items() if k in names} for row in (x, y))
-        if place := first_difference(left, right):
+        if place := first_difference(left, right, "", tolerance):
             return Row("metrics", False, difference(f"update {update}", place))
     compared = sorted(names & {key for row in rows_a for key in row})
     return Row("metrics", True, ", ".join(compared))
@@ -255,8 +266,11 @@ def _timeless(value: Any) -> Any:
     return value
 
 
-def _compare_commits(a: RunFiles, b: RunFiles, count: int, live: bool) -> Row:
+def _compare_commits(a: RunFiles, b: RunFiles, count: int, live: bool, tolerance: float) -> Row:
     left, right = a.digests(), b.digests()
+    if tolerance and left.keys() == right.keys():
+        same = sum(left[version] == right[version] for version in left)
+        return Row("publications", True, f"{len(left)} versions, {same} with the same digest")
     for version in sorted({*left, *right}):
         x, y = left.get(version, MISSING), right.get(version, MISSING)
         if x != y and not (live and MISSING in (x, y) and version > count):
@@ -264,7 +278,7 @@ def _compare_commits(a: RunFiles, b: RunFiles, count: int, live: bool) -> Row:
     return Row("publications", True, f"{len({*left} & {*right})} versions, same digests")
 
 
-def _compare_checkpoints(a: RunFiles, b: RunFiles, live: bool, values: bool) -> list[Row]:
+def _compare_checkpoints(a: RunFiles, b: RunFiles, live: bool, values: bool, tolerance: float) -> list[Row]:
     kept_a, kept_b = checkpoint.list_checkpoints(a.path), checkpoint.list_checkpoints(b.path)
     both = sorted({*kept_a} & {*kept_b})
     kept = f"{_numbers(kept_a)} | {_numbers(kept_b)}"
@@ -284,7 +298,7 @@ def _compare_checkpoints(a: RunFiles, b: RunFiles, live: bool, values: bool) -> 
             continue
         if x is None or y is None:
             continue
-        for what, place, size in _state_differences(a, b, updates, x, y, values):
+        for what, place, size in _state_differences(a, b, updates, x, y, values, tolerance):
             sizes[what] = max(size, sizes.get(what, 0))
             parts[what] = parts.get(what) or place
     order = [*STATE_PARTS, "actor", "critic", "optimizer"]
@@ -299,17 +313,22 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _state_differences(
-    a: RunFiles, b: RunFiles, updates: int, x: dict[str, Any], y: dict[str, Any], values: bool
+    a: RunFiles, b: RunFiles, updates: int, x: dict[str, Any], y: dict[str, Any], values: bool, tolerance: float
 ) -> Iterator[tuple[str, str | None, int]]:
     """(row, first difference or None, number of tensors) for each part of two state.json."""
     place = f"checkpoint {updates:06d}"
+    # Another number of processes has another number of RNG states, and rounding another digest.
+    apart = ("policy_digest", "rng") if tolerance else ()
     for key in STATE_PARTS:
-        if key in x or key in y:
+        if key not in apart and (key in x or key in y):
             found = first_difference(x.get(key, MISSING), y.get(key, MISSING))
             yield key, difference(place, found) if found else None, 0
     for kind in sorted({*x["tensors"], *y["tensors"]}):
         left, right = x["tensors"].get(kind, {}), y["tensors"].get(kind, {})
         names = [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
+        if tolerance and names and left.keys() == right.keys():
+            yield kind, _beyond(a, b, updates, kind, names, tolerance), len(left)
+            continue
         if not names:
             yield kind, None, len(left)
             continue
@@ -324,6 +343,19 @@ def _state_differences(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Elements of stored tensors
+
+
+def _beyond(a: RunFiles, b: RunFiles, updates: int, kind: str, names: list[str], tolerance: float) -> str | None:
+    """The first of the tensors `names` that differs by more than `tolerance` times its 2-norm, in words; or None."""
+    for name in names:
+        try:
+            x, y = (load_tensor(run.path, updates, kind, name).double() for run in (a, b))
+        except (ValueError, OSError, ImportError) as error:
+            return f"checkpoint {updates:06d}, {safe(name, 120)}: digests differ, values unknown: {safe(str(error), 160)}"
+        apart, size = (x - y).norm().item(), x.norm().item()
+        if not apart <= tolerance * size:
+            return f"checkpoint {updates:06d}, {safe(name, 120)}: the 2-norm of the difference is {apart:.3g}, of A's {size:.3g}"
+    return None
 
 
 def _element(a: RunFiles, b: RunFiles, updates: int, kind: str, name: str) -> str:
@@ -632,10 +664,21 @@ def main(arguments: list[str] | None = None) -> int:
         default=True,
         help="print the first differing element of a tensor, from the tensor files",
     )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="for runs of different parallel layouts: what numbers may differ by, relative (default: bit for bit)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the table there as JSON, too")
     asked = parser.parse_args(arguments)
+    if not 0 <= asked.tolerance < 1:
+        parser.error(f"--tolerance {asked.tolerance} must be from 0 to below 1")
+    if asked.tolerance and asked.other is None:
+        parser.error("--tolerance compares two runs")
     try:
-        rows = check(asked.run) if asked.other is None else compare(asked.run, asked.other, asked.values)
+        rows = check(asked.run) if asked.other is None else compare(asked.run, asked.other, asked.values, asked.tolerance)
         good = all(row.good is not False for row in rows)
         if asked.json:
             found = {"runs": [r for r in (asked.run, asked.other) if r], "good": good}
@@ -649,7 +692,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("consistent" if good else "NOT consistent")
     else:
         print(f"A = {safe(asked.run)}\nB = {safe(asked.other)}\n{table(rows, ('equal', 'DIFFERENT'))}")
-        print("equal" if good else "NOT equal")
+        same = f"equal within {asked.tolerance:g}" if asked.tolerance else "equal"
+        print(same if good else f"NOT {same}")
     return 0 if good else 1
 
 

@@ -864,13 +864,18 @@ def _show(source: Path, target: Path) -> None:
     fsync_dir(target.parent)
 
 
-def _sync_tree(root: Path) -> None:
-    for name in _files_below(root):
+def sync_files(root: Path, names: Iterable[str]) -> None:
+    """Makes the content of files in a directory durable."""
+    for name in names:
         fd = os.open(root / name, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _sync_tree(root: Path) -> None:
+    sync_files(root, _files_below(root))
     for folder, _, _ in os.walk(root, topdown=False):
         fsync_dir(folder)
 

@@ -17,7 +17,8 @@ Where CUDA is available `enable()` changes nothing.
     with megatron_cpu.enable():
         model = DistributedDataParallel(...)      # also: get_megatron_optimizer, optimizer.step, dist_checkpointing
 
-The forward and backward pass need none of it. Keep them outside: the mode costs a Python call per torch operation.
+The forward and backward pass need none of it, but with sequence parallelism `for_good()`. Keep them outside: the mode
+costs a Python call per torch operation.
 """
 
 import contextlib
@@ -39,12 +40,7 @@ def enable() -> Iterator[None]:
         return
     # The functions are the process's, the mode is the thread's: a checkpoint writer and an optimizer step may be inside
     # at once, so the last one out restores.
-    with _lock:
-        if not _saved:
-            _saved[:] = [torch.cuda.current_device, torch.cuda.synchronize]
-            torch.cuda.current_device = lambda: "cpu"
-            torch.cuda.synchronize = lambda device=None: None
-        _inside.append(None)
+    _replace_functions()
     try:
         with _cuda_means_cpu():
             yield
@@ -54,6 +50,26 @@ def enable() -> Iterator[None]:
             if not _inside:
                 torch.cuda.current_device, torch.cuda.synchronize = _saved
                 _saved.clear()
+
+
+def for_good() -> None:
+    """The functions without the mode, until the process ends: sequence parallelism asks for the current device in every
+    forward and backward pass (its gather buffers), and a mode would cost a Python call per torch operation there."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _replace_functions()
+
+
+def _replace_functions() -> None:
+    import torch
+
+    with _lock:
+        if not _saved:
+            _saved[:] = [torch.cuda.current_device, torch.cuda.synchronize]
+            torch.cuda.current_device = lambda: "cpu"
+            torch.cuda.synchronize = lambda device=None: None
+        _inside.append(None)
 
 
 def _cuda_means_cpu():

@@ -539,8 +539,26 @@ def write_checkpoint(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def check_tensor_parallel(config: NanbeigeConfig, size: int, where: str) -> None:
+    """ValueError where `size` ranks cannot share the model's matrices in equal, whole parts; it names the field.
+
+    Each rank takes whole heads (with their key-value heads), an equal share of the MLP's inner rows, and of the
+    vocabulary. The vocabulary is not padded: a padded row would be a token that the loss must exclude everywhere, and the
+    official 166144 = 2^8 x 11 x 59 needs none. So the official model takes 1, 2, 4 and 8 (its 8 key-value heads end it).
+    """
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, key) % size:
+            raise ValueError(f'{where}: "{key}" is {getattr(config, key)}, which tensor parallel size {size} does not divide')
+
+
 def build_model(
-    config: NanbeigeConfig, *, critic: bool, dtype: "torch.dtype", recompute: bool, device: "torch.device | str"
+    config: NanbeigeConfig,
+    *,
+    critic: bool,
+    dtype: "torch.dtype",
+    recompute: bool,
+    device: "torch.device | str",
+    sequence_parallel: bool = False,
 ) -> Any:
     """A `LoopedModel` with uninitialised weights (norms ones, value head zeros): `load_native` fills them.
 
@@ -553,17 +571,18 @@ def build_model(
         recompute: keep only each layer visit's input for the backward pass and compute the rest again. The gradients
             are the same, bit for bit.
         device: "meta" gives a model without memory, for counting.
+        sequence_parallel: between the matrices each tensor-parallel rank holds its share of the tokens only (Megatron's
+            sequence parallelism, 2205.05198). The packed tokens must then be a multiple of the tensor-parallel size.
 
     Raises:
         ValueError: the tensor-parallel size does not divide heads, key-value heads, intermediate size and vocabulary.
     """
     from megatron.core import parallel_state
 
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, key) % tp:
-            raise ValueError(f'tensor parallel size {tp} does not divide "{key}" ({getattr(config, key)})')
-    return _looped_model_class()(config, critic=critic, dtype=dtype, recompute=recompute, device=device)
+    check_tensor_parallel(config, parallel_state.get_tensor_model_parallel_world_size(), "the model's config")
+    return _looped_model_class()(
+        config, critic=critic, dtype=dtype, recompute=recompute, device=device, sequence_parallel=sequence_parallel
+    )
 
 
 class Packing:
@@ -620,6 +639,8 @@ class Packing:
 @functools.cache
 def _looped_model_class() -> type:
     """`LoopedModel`, defined on first use because its base class imports Megatron (seconds)."""
+    import copy
+
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state
@@ -627,11 +648,11 @@ def _looped_model_class() -> type:
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
         VocabParallelEmbedding,
+        gather_from_sequence_parallel_region,
         set_tensor_model_parallel_attributes,
     )
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
     from torch.utils.checkpoint import checkpoint
@@ -710,10 +731,23 @@ def _looped_model_class() -> type:
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             return Unpad.apply(output, packing).flatten(1).unsqueeze(1)
 
+    class Norm:
+        """torch's RMSNorm, as Megatron's spec calls for one; Megatron's own wrapper of it refuses sequence parallelism.
+
+        With it a rank sees its share of the tokens, so the weights' gradients are parts of a sum: the mark has Megatron's
+        `finalize_model_grads` add them up."""
+
+        def __new__(cls, config, hidden_size, eps):
+            norm = torch.nn.RMSNorm(hidden_size, eps)
+            norm.weight.sequence_parallel = config.sequence_parallel
+            return norm
+
     class LoopedModel(MegatronModule):
         """The looped transformer over packed sequences, with an LM head (actor) or a value head (critic)."""
 
-        def __init__(self, native: NanbeigeConfig, *, critic: bool, dtype: torch.dtype, recompute: bool, device):
+        def __init__(
+            self, native: NanbeigeConfig, *, critic: bool, dtype: torch.dtype, recompute: bool, device, sequence_parallel: bool
+        ):
             super().__init__(
                 TransformerConfig(
                     num_layers=native.num_hidden_layers,
@@ -733,6 +767,10 @@ def _looped_model_class() -> type:
                     bf16=dtype is torch.bfloat16,
                     fp16=dtype is torch.float16,
                     tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+                    sequence_parallel=sequence_parallel,
+                    # Megatron's name for: data-parallel gradients are summed, not averaged. The loss's weights are those
+                    # of the whole batch already.
+                    calculate_per_token_loss=True,
                     # Weights are allocated where `torch.device` below says and come from load_native: at 4.2 billion
                     # parameters drawing random ones first would take minutes.
                     use_cpu_initialization=True,
@@ -751,21 +789,28 @@ def _looped_model_class() -> type:
             self.native, self.critic, self.recompute = native, critic, recompute
             spec = get_gpt_layer_local_spec(normalization="RMSNorm")
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
             unset = torch.nn.Module()  # stands for the initialisers that are never called
             with torch.device(device):
                 self.embedding = VocabParallelEmbedding(
-                    native.vocab_size, native.hidden_size, init_method=unset, config=self.config
+                    native.vocab_size,
+                    native.hidden_size,
+                    init_method=unset,
+                    reduce_scatter_embeddings=sequence_parallel,
+                    config=self.config,
                 )
                 self.layers = torch.nn.ModuleList(
                     build_module(spec, config=self.config, layer_number=n + 1) for n in range(native.num_hidden_layers)
                 )
-                self.final_norm = WrappedTorchNorm(self.config, native.hidden_size, native.rms_norm_eps)
+                self.final_norm = Norm(self.config, native.hidden_size, native.rms_norm_eps)
                 if critic:
                     self.value_head = torch.nn.Linear(native.hidden_size, 1, bias=False)
                     torch.nn.init.zeros_(self.value_head.weight)
                 else:
+                    whole = copy.copy(self.config)
+                    whole.sequence_parallel = False  # the rows that a head sees are chosen from all tokens
                     self.output_layer = ColumnParallelLinear(
-                        native.hidden_size, native.vocab_size, config=self.config, init_method=unset, bias=False
+                        native.hidden_size, native.vocab_size, config=whole, init_method=unset, bias=False
                     )
             self.to(dtype)  # torch's RMSNorm and Linear start in float32
             # Megatron marks sharded weights as it initialises them, which was skipped; gradient norms read the marks.
@@ -785,7 +830,9 @@ def _looped_model_class() -> type:
                 rows: [R] int64, the tokens whose states are wanted; None means all.
 
             Returns:
-                [R, hidden] in the model's type.
+                [R, hidden] in the model's type; the same on every tensor-parallel rank.
+
+            With sequence parallelism T is a multiple of the tensor-parallel size.
             """
             weight = self.embedding.weight
             packing = Packing(cu_seqlens, len(tokens), weight.device)
@@ -796,12 +843,19 @@ def _looped_model_class() -> type:
             angle = packing.position.float()[:, None, None, None] * (1.0 / self.native.rope_theta**power)
             packing.cos, packing.sin = angle.cos(), angle.sin()
 
-            hidden = self.embedding(tokens.to(weight.device, non_blocking=True)[:, None])
+            tokens = tokens.to(weight.device, non_blocking=True)
+            spread = self.config.sequence_parallel
+            # [T, 1, hidden] either way, and [T/tp, 1, hidden] where the tokens are spread: the embedding then wants them
+            # batch first, and transposes.
+            hidden = self.embedding(tokens[None] if spread else tokens[:, None])
             for loop in range(self.native.num_loops):
                 for layer in self.layers:
                     hidden = self._visit(layer, hidden, packing)
                 if loop == self.native.num_loops - 1 or not self.native.skip_loop_final_norm:
                     hidden = self.final_norm(hidden)
+            if spread:
+                # What follows computes the same on every rank, so backward each takes its own rows of the gradient.
+                hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
             hidden = hidden.squeeze(1)
             return hidden if rows is None else hidden.index_select(0, rows.to(weight.device, non_blocking=True))
 
@@ -911,11 +965,22 @@ def load_native(model: Any, tensors: "Iterable[tuple[str, torch.Tensor]]") -> No
             raise ValueError(f'tensor "{name}" is missing')
 
 
-def native_views(model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Native names with this rank's live parameters, nothing copied; q, k and v are strided slices of the fused weight,
-    [groups, rows, hidden], which `reshape` to their native shape. Without tensor parallelism these are the full tensors."""
-    for name, (place, _) in _places(model).items():
-        yield name, place
+def native_slices(model: Any) -> "Iterator[tuple[str, torch.Tensor, int, int]]":
+    """This rank's part of each native tensor: (name, live view, dimension in which tensors are cut, where the part begins).
+
+    Without tensor parallelism, and where a tensor is not cut, the part is the whole and begins at 0 of dimension 0; of
+    tensors that all ranks hold alike, rank 0 gives the one part. q, k and v are strided slices of the fused weight,
+    [groups, rows, hidden], which `reshape` to two dimensions.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, (place, dim) in _places(model).items():
+        if dim is not None:
+            rows = place.shape[0] * place.shape[1] if place.dim() == 3 else place.shape[dim]
+            yield name, place, dim, rank * rows
+        elif rank == 0:
+            yield name, place, 0, 0
 
 
 def export_native(model: Any) -> "Iterator[tuple[str, torch.Tensor]]":

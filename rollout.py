@@ -204,39 +204,87 @@ def _engine_revision() -> _Installed:
 
 
 def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) one at a time from the transport of a manifest.
+    """(name, full tensor) one at a time from the transport of a manifest.
 
     'disk' and 'shm': `location` is one safetensors file. 'ipc': `location` is {"device": UUID of the sender's GPU,
     "handles": {name: what torch's `reduce_tensor` gives to rebuild it}} from a process of this host, whose tensors stay
     alive and unchanged until `publish` returns; they are read where they lie, and may be strided slices of any rank.
+
+    A trainer of several processes sends from each its share: `parts` in place of `location`, a list of {"location": …,
+    "slices": {name: [dimension, start]}}. Of those one tensor after the other is put together. GuardError: a part lies
+    outside its tensor, or the parts of one leave a gap.
     """
-    transport, location = manifest["transport"], manifest["location"]
-    if transport in ("disk", "shm"):
+    if "parts" in manifest:
+        yield from _joined(manifest["parts"], manifest, device)
+        return
+    with _opened(manifest["location"], manifest, device) as source:
+        for name in source.keys():
+            tensor = source.get_tensor(name)
+            yield name, tensor.reshape(manifest["tensors"][name][1]) if manifest["transport"] == "ipc" else tensor
+
+
+def _joined(parts: list[Mapping[str, Any]], manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        sources = [(stack.enter_context(_opened(p["location"], manifest, device)), p["slices"]) for p in parts]
+        for name, (_, shape) in manifest["tensors"].items():
+            full, filled = None, 0
+            for source, slices in sources:
+                if name not in slices:
+                    continue
+                (dim, start), piece = slices[name], source.get_tensor(name)
+                if piece.dim() > len(shape):  # a live slice of a fused weight
+                    piece = piece.flatten(0, 1)
+                if full is None:
+                    full = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+                room = list(shape[:dim]) + [piece.shape[dim]] + list(shape[dim + 1 :])
+                if list(piece.shape) != room or not 0 <= start <= shape[dim] - piece.shape[dim]:
+                    raise GuardError(f"a part of {name} has shape {list(piece.shape)}, which is none of {list(shape)} at {start}")
+                full.narrow(dim, start, piece.shape[dim]).copy_(piece)
+                filled += piece.numel()
+            if full is None or filled != full.numel():
+                raise GuardError(f"{name}: the senders gave {filled} of its {math.prod(shape)} numbers")
+            yield name, full
+
+
+@contextlib.contextmanager
+def _opened(location: Any, manifest: Mapping[str, Any], device: str) -> Iterator[Any]:
+    """What one sender left, with safetensors' `keys()` and `get_tensor(name)`."""
+    if manifest["transport"] in ("disk", "shm"):
         from safetensors import safe_open
 
         with safe_open(location, framework="pt", device=device) as file:
-            for name in file.keys():
-                yield name, file.get_tensor(name)
-    elif transport == "ipc":
-        yield from _ipc_received(location, manifest["tensors"])
+            yield file
+    elif manifest["transport"] == "ipc":
+        yield _Handles(location)
     else:
-        raise GuardError(f"unknown publication transport {transport!r}")
+        raise GuardError(f"unknown publication transport {manifest['transport']!r}")
 
 
-def _ipc_received(location: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+class _Handles:
+    """Tensors of another process of this host by their CUDA IPC handles."""
 
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    if location["device"] not in visible:
-        raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
-    device, opened = visible[location["device"]], []
-    for args in map(list, location["handles"].values()):
-        args[6] = device  # `storage_device`: the sender's number for its GPU, where this process may have another
-        opened.append(rebuild_cuda_tensor(*args))
-    # All are open before the first is used, and stay so: tensors that share an allocation then share one mapping of it.
-    for name, tensor in zip(location["handles"], opened, strict=True):
-        yield name, tensor.reshape(tensors[name][1])
+    def __init__(self, location: Mapping[str, Any]):
+        import torch
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        if location["device"] not in visible:
+            raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
+        device = visible[location["device"]]
+        self._tensors = {}
+        for name, handle in location["handles"].items():
+            args = list(handle)
+            args[6] = device  # `storage_device`: the sender's number for its GPU, where this process may have another
+            # All are open before the first is used, and stay so: tensors that share an allocation share one mapping of it.
+            self._tensors[name] = rebuild_cuda_tensor(*args)
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
     python run.py --resume --output RUN            # goes on exactly where the run stood
 
 Read this file top to bottom: `Recipe` is every setting, `check` refuses what cannot work before anything is written,
-`place` puts the trainer (Megatron-core) and the rollout engines (vLLM) on Ray, and `train` is the update loop. Each
-update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
+`place` puts the trainer (Megatron-core, a process a GPU) and the rollout engines (vLLM) on Ray, and `train` is the update
+loop. Each update: publish the policy and commit it, roll out, grade, replay and optimize, record. See README.md for the promises.
 
 Exit codes: 0 done, or --stop-after reached; 1 a fault; 2 bad input; 3 stopped by a guard (digest, replay bound,
 non-finite numbers); 130/143 after a signal, state saved.
@@ -44,9 +44,10 @@ except ModuleNotFoundError as missing:
 # --- the recipe ------------------------------------------------------------------------------------------------------
 
 
-def option(default, help: str, group: str, choices=None, kind=None):
-    """A field of the recipe that is also a command-line option with one line of help."""
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, "choices": choices, "kind": kind})
+def option(default, help: str, group: str, choices=None, kind=None, off=False):
+    """A field of the recipe that is also a command-line option with one line of help; `off`: there is a --no-… of it."""
+    meta = {"help": help, "group": group, "choices": choices, "kind": kind, "off": off}
+    return dataclasses.field(default=default, metadata=meta)
 
 
 ALGORITHMS = ("ppo", "grpo", "dppo", "flow-dppo")
@@ -116,6 +117,10 @@ class Recipe:
     keep_checkpoints: int = option(2, "checkpoints kept", "durability")
 
     device: str = option("auto", "where trainer and engine run", "placement", ("auto", "cpu", "cuda"))
+    train_gpus: int = option(1, "trainer processes, a GPU each (on CPU a core)", "placement")
+    tensor_model_parallel_size: int = option(1, "trainer processes that share each layer; the rest is data parallel", "placement")
+    sequence_parallel: bool = option(False, "also share the tokens between layers among them", "placement", off=True)
+    distributed_optimizer: bool = option(False, "share the optimizer's state among data-parallel ranks", "placement", off=True)
     colocate: bool = option(False, "trainer and engine share one GPU", "placement")
     rollout_gpus: int = option(1, "GPUs of all engines together; on CPU, their processes", "placement")
     rollout_tensor_parallel_size: int = option(1, "GPUs that hold one engine together", "placement")
@@ -131,9 +136,29 @@ class Recipe:
 # What a resume may change (DESIGN §6). Paths of inputs are compared by content instead, --epochs as the updates that it gives.
 FREE = {
     "resume", "stop_after", "ray_address", "keep_checkpoints", "save_interval", "output", "publication_transport",
-    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile", "epochs", "rollout_gpus",
-    "rollout_tensor_parallel_size", "placement",
+    "model", "data", "eval_data", "reward", "kv_cache_gib", "dry_run", "track", "profile", "epochs", "train_gpus",
+    "tensor_model_parallel_size", "sequence_parallel", "distributed_optimizer", "rollout_gpus", "rollout_tensor_parallel_size",
+    "placement",
 }  # fmt: skip
+
+
+# Megatron's names of what this trainer does not do, and why; docs/scaling.md has the arithmetic. 1 is what it does.
+REFUSED = {
+    "--pipeline-model-parallel-size": "a looped model passes all its layers again in each loop, so every micro-batch would go"
+    " round all stages num_loops times; use --tensor-model-parallel-size and --distributed-optimizer",
+    "--context-parallel-size": "attention here is over whole sequences, of which each loop has keys and values of its own; use"
+    " --tensor-model-parallel-size with --sequence-parallel and --recompute",
+}
+
+
+def refusal(why: str):
+    """An argument type that takes 1, as None, and says `why` of anything else."""
+
+    def read(text: str) -> None:
+        if text.strip() != "1":
+            raise argparse.ArgumentTypeError(why)
+
+    return read
 
 
 def parse(argv: list[str]) -> tuple[dict, set[str]]:
@@ -149,12 +174,14 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
         shown = "" if field.default in (None, False) else f" (default: {field.default})"
         extra = {"help": meta["help"].replace("%", "%%") + shown, "default": argparse.SUPPRESS}
         if isinstance(field.default, bool):
-            extra["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            extra["action"] = argparse.BooleanOptionalAction if field.default or meta["off"] else "store_true"
         else:
             extra["type"] = meta["kind"] or type(field.default)
             extra["choices"] = meta["choices"]
             extra["metavar"] = None if meta["choices"] else extra["type"].__name__.upper()
         group.add_argument(flag, **extra)
+    for flag, why in REFUSED.items():
+        parser.add_argument(flag, type=refusal(why), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="settings from a TOML file or a run.json; options given here win")
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what could stand here
         import argcomplete
@@ -163,6 +190,7 @@ def parse(argv: list[str]) -> tuple[dict, set[str]]:
     given = vars(parser.parse_args(argv))
     if empty := [name for name, value in given.items() if isinstance(value, list)]:
         parser.error(f"--{empty[0].replace('_', '-')}: -- is no value")  # argparse makes an empty list of --option=--
+    given = {name: value for name, value in given.items() if value is not None or name == "config"}
     path = given.pop("config")
     values, named = read_config_file(Path(path)) if path else ({}, set())
     for one, other in (("epochs", "updates"), ("updates", "epochs")):  # two ways to say one thing
@@ -259,8 +287,8 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     }
     r = dataclasses.replace(r, **{k: v for k, v in fill.items() if getattr(r, k) is None})
     for name in ("updates", "rollout_batch_size", "n_samples_per_prompt", "max_prompt_len", "max_response_len", "save_interval",
-                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples", "rollout_gpus",
-                 "rollout_tensor_parallel_size"):  # fmt: skip
+                 "keep_checkpoints", "micro_batch_tokens", "max_num_seqs", "eval_samples", "train_gpus",
+                 "tensor_model_parallel_size", "rollout_gpus", "rollout_tensor_parallel_size"):  # fmt: skip
         if not 1 <= getattr(r, name) <= MOST.get(name, 2**31 - 1):
             raise ValueError(
                 f"--{name.replace('_', '-')} must be from 1 to {MOST.get(name, 2**31 - 1)}, not {_shown(getattr(r, name))}"
@@ -284,6 +312,16 @@ def resolve(values: dict, given: set[str]) -> Recipe:
         raise ValueError("--algorithm grpo compares completions of one prompt: --n-samples-per-prompt must be at least 2")
     if r.algorithm == "flow-dppo" and r.rollout_batch_size * r.n_samples_per_prompt % 2:
         raise ValueError("--algorithm flow-dppo steps on two halves: prompts × completions must be even")
+    if r.train_gpus % r.tensor_model_parallel_size:
+        raise ValueError(
+            f"--train-gpus {r.train_gpus} is no multiple of --tensor-model-parallel-size {r.tensor_model_parallel_size}"
+        )
+    if r.sequence_parallel and r.tensor_model_parallel_size == 1:
+        raise ValueError("--sequence-parallel shares tokens among tensor-parallel ranks: --tensor-model-parallel-size is 1")
+    if r.distributed_optimizer and r.optimizer == "sgd":
+        raise ValueError("--distributed-optimizer shares Adam's moments; --optimizer sgd has no state to share")
+    if r.distributed_optimizer and r.offload_train:
+        raise ValueError("--distributed-optimizer keeps all weights in one buffer, which --offload-train cannot move")
     if {"epochs", "updates"} <= given:
         raise ValueError("--epochs and --updates both say how long to train; give one")
     if r.epochs is not None and not 0 < r.epochs <= 1e6:
@@ -368,8 +406,8 @@ def shown_recipe(r: Recipe, like: str = "{}") -> dict:
 # The largest values that can be meant; other whole numbers end at 2**31 - 1. NumPy's seed ends here, too.
 MOST = {
     "seed": 2**32 - 1, "max_num_seqs": 2**16, "eval_samples": 2**16, "keep_checkpoints": 10**6, "lr": 1e6, "critic_lr": 1e6,
-    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6, "rollout_gpus": 2**12,
-    "rollout_tensor_parallel_size": 2**6,
+    "weight_decay": 1e6, "kv_cache_gib": 1e6, "train_memory_gib": 1e6, "train_gpus": 2**12, "tensor_model_parallel_size": 2**12,
+    "rollout_gpus": 2**12, "rollout_tensor_parallel_size": 2**6,
 }  # fmt: skip
 
 
@@ -396,6 +434,7 @@ def check(r: Recipe) -> Inputs:
 
     config = provider.read_config(r.model)
     provider.check_checkpoint(r.model, config)
+    provider.check_tensor_parallel(config, r.tensor_model_parallel_size, str(Path(r.model) / provider.CONFIG))
     if r.max_prompt_len + r.max_response_len > config.max_position_embeddings:
         raise ValueError(
             f"--max-prompt-len {r.max_prompt_len} + --max-response-len {r.max_response_len} exceed the model's"
@@ -456,10 +495,10 @@ class Placed:
 
 @contextlib.contextmanager
 def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
-    """Start (or join) Ray, and put trainer and engines on it. Yields Placed; stops what it started."""
+    """Start (or join) Ray, and put trainers and engines on it. Yields Placed; stops what it started."""
     ray_environment(r)  # Ray reads it when it is imported
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
     import engines
@@ -472,8 +511,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         ranks = r.rollout_tensor_parallel_size
         count = r.rollout_gpus // ranks
         one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-        shared = r.colocate and device == "cuda"
-        trainers = [{"CPU": 2, "GPU": 1}] if shared else [one]
+        shared = r.colocate and device == "cuda"  # the engine shares the first trainer's GPU
+        trainers = [{"CPU": 2, "GPU": 1} if shared else one, *[one] * (r.train_gpus - 1)]
         bundles = [] if shared else [{kind: n * ranks for kind, n in one.items()}] * count  # an engine stays on one node
         check_resources(trainers + bundles, device, f"{len(trainers)} for the trainer, {count} × {ranks} for engines")
         apart, groups = r.placement == "spread" and not shared, []
@@ -482,12 +521,15 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             at_end(remove_placement_group, groups[-1])  # ends the run's actors, also where the cluster is somebody else's
             if not groups[-1].wait(10):
                 raise ValueError(f"placement needs {wanted}; of the cluster's {has} only {ray.available_resources()} are free")
-        share = {"num_cpus": 1, "num_gpus": one.get("GPU", 0) / (2 if shared else 1)}
+        gpu = one.get("GPU", 0)
         transport = r.publication_transport
         if transport == "auto":
-            transport = "ipc" if device == "cuda" and r.colocate else "shm" if not r.ray_address else "disk"
-        if transport == "ipc" and not (device == "cuda" and r.colocate):
-            raise ValueError("--publication-transport ipc needs trainer and engine on one GPU: --colocate")
+            one_gpu = device == "cuda" and r.colocate and r.tensor_model_parallel_size == 1
+            transport = "ipc" if one_gpu else "shm" if not r.ray_address else "disk"
+        if transport == "ipc" and not (device == "cuda" and r.colocate and r.tensor_model_parallel_size == 1):
+            raise ValueError(
+                "--publication-transport ipc needs the weights on the engine's GPU: --colocate, and no tensor parallelism"
+            )
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
             matmul_precision=r.matmul_precision,
@@ -507,11 +549,24 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         # ten times slower beside one other busy process (two cores).
         common = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
-        make_trainer = ray.remote(trainer.Trainer).options(
-            **share,
-            scheduling_strategy=In(groups[0], placement_group_bundle_index=0),
-            runtime_env={"env_vars": {**common, **deterministic, **json.loads(r.train_env_vars)}},
-        )
+        # The trainer's processes of one machine share its cores.
+        several = {"OMP_NUM_THREADS": str(max(1, threads // r.train_gpus))} if r.train_gpus > 1 else {}
+        if r.tensor_model_parallel_size > 1:
+            several["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron starts a sum before the product that hides it
+
+        # Ranks are counted node by node, so that those which share layers lie together where T divides a node's share.
+        nodes = placement_group_table(groups[0])["bundles_to_node_id"]
+        order = sorted(range(r.train_gpus), key=lambda bundle: (nodes[bundle] != nodes[0], nodes[bundle], bundle))
+
+        def make_trainer(rank: int):
+            make = ray.remote(trainer.Trainer).options(
+                num_cpus=1,
+                num_gpus=gpu / 2 if shared and rank == 0 else gpu,
+                scheduling_strategy=In(groups[0], placement_group_bundle_index=order[rank]),
+                runtime_env={"env_vars": {**common, **deterministic, **several, **json.loads(r.train_env_vars)}},
+            )
+            return make.remote(trainer_settings, rank, r.train_gpus)
+
         # One thread on CPU: with more, vLLM's log-probabilities depend on the batch in the last bit.
         one_thread = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
         engine_env = {**common, **one_thread, **deterministic, **rollout.engine_environment(engine_settings)}
@@ -523,7 +578,10 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
             meet = ray.remote(engines.free_address).options(num_cpus=0, scheduling_strategy=where)
             settings = dataclasses.replace(engine_settings, number=number, rendezvous=ray.get(meet.remote()) if ranks > 1 else "")
             make = ray.remote(rollout.RolloutEngine).options(
-                **share, scheduling_strategy=where, runtime_env={"env_vars": engine_env}
+                num_cpus=1,
+                num_gpus=gpu / 2 if shared else gpu,
+                scheduling_strategy=where,
+                runtime_env={"env_vars": engine_env},
             )
             return [make.remote(str(Path(r.model).absolute()), held, dataclasses.replace(settings, rank=i)) for i in range(ranks)]
 
@@ -538,8 +596,11 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int, stop: Stop):
         )
         held = str(Path(r.output).absolute())
         try:
-            made = [make_trainer.remote(trainer_settings)]
+            made = [make_trainer(rank) for rank in range(r.train_gpus)]
             placed = Placed(made, engines.Engines(start_engine, count, held, epoch), device, transport)
+            if r.train_gpus > 1:
+                host = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == nodes[0])
+                each(placed.trainers, "start", ray.get(placed.trainers[0].rendezvous.remote(host)))
             each(placed.trainers, "facts")
         except ray.exceptions.RayActorError as error:
             raise constructed(error) from None
@@ -580,7 +641,7 @@ def started_ray(r: Recipe, stop: Stop):
             else:
                 folder = stack.enter_context(ray_folder(Path(r.output)))
                 stack.callback(leave)
-                cpus = max(1 + r.rollout_gpus, os.cpu_count())  # processes take turns on the cores that there are
+                cpus = max(r.train_gpus + r.rollout_gpus, os.cpu_count())  # processes take turns on the cores that there are
                 ray.init(
                     "local", num_cpus=cpus, _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=folder, **quiet
                 )
@@ -780,11 +841,12 @@ def check_resources(bundles: list[dict], device: str, parts: str) -> None:
             )
 
 
-def each(actors: list, method: str, *args):
-    """Call a method of every actor at once and wait for all. Returns what the first one answers."""
+def each(actors: list, method: str, *args, patience: float | None = None):
+    """Call a method of every actor at once and wait for all, `patience` seconds at most. Returns what the first one answers;
+    raises what one of them raises at once, whether or not the others have answered."""
     import ray
 
-    return ray.get([getattr(actor, method).remote(*args) for actor in actors])[0]
+    return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=patience)[0]
 
 
 def check_address(address: str) -> None:
@@ -999,7 +1061,8 @@ def sent(run: Path, at: Placed, version: int):
         yield each(at.trainers, "publish", version, at.transport, str(place))
     finally:
         if at.transport == "shm":
-            place.unlink(missing_ok=True)
+            for file in place.parent.glob(f"{place.stem}*"):  # one of each sender
+                file.unlink(missing_ok=True)
 
 
 def publication_path(run: Path, transport: str) -> Path:
@@ -1174,7 +1237,8 @@ def main(argv: list[str]) -> int:
             code = train(r, inputs, at, grader, start, cursor, stop)
         except BaseException:
             with contextlib.suppress(Exception):  # a fault elsewhere does not cost the checkpoint that is being written
-                each(at.trainers, "wait_for_checkpoint")
+                # Of several trainers one may have failed alone: the others then wait for it, and cannot answer.
+                each(at.trainers, "wait_for_checkpoint", patience=60 if len(at.trainers) > 1 else None)
             raise
     if code == 0 and not (r.stop_after and r.stop_after < r.updates):
         summary(run)

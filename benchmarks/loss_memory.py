@@ -100,9 +100,9 @@ class Watched(trainer.Trainer):
         with self.watch("score", packs, frozen):
             return super()._score(packs, old, frozen)
 
-    def _policy_step(self, packs, advantages, old, frozen, *rest):
+    def _policy_step(self, packs, lengths, advantages, old, frozen, *rest):
         with self.watch("step", packs, frozen):
-            return super()._policy_step(packs, advantages, old, frozen, *rest)
+            return super()._policy_step(packs, lengths, advantages, old, frozen, *rest)
 
 
 def size(tree) -> int:

@@ -391,3 +391,27 @@ def test_a_pickle_in_a_checkpoint_executes_nothing(tmp_path):
     with pytest.raises(ValueError, match="unreadable"):
         audit.read_stored(tmp_path, "x")
     assert not (tmp_path / "executed").exists()
+
+
+def test_with_a_tolerance_rounding_passes_and_everything_else_is_still_a_difference(finished, run):
+    def nudge(row):
+        row["log_probs"] = [value * (1 + 1e-6) for value in row["log_probs"]]
+        row["trace"]["digest"] = "0" * 64
+
+    edit(checkpoint.rollouts_file(run, 1), 3, nudge)
+    edit(run / "metrics.jsonl", 1, lambda row: row.update(loss=row["loss"] + 1e-6))
+    assert {"log-probabilities", "traces", "metrics"} == set(bad(audit.compare(finished, run)))
+    assert not bad(audit.compare(finished, run, tolerance=1e-5))
+    assert {"log-probabilities", "metrics"} <= set(bad(audit.compare(finished, run, tolerance=1e-8)))
+    edit(checkpoint.rollouts_file(run, 1), 3, lambda row: row["response_tokens"].__setitem__(0, 77))
+    assert set(bad(audit.compare(finished, run, tolerance=1e-5))) == {"response tokens"}
+    assert audit_command(run, "--tolerance", "1e-5").returncode == 2
+    assert audit_command(run, run, "--tolerance", "7").returncode == 2
+
+
+def test_with_a_tolerance_a_differing_tensor_is_measured_in_the_tensor_files(finished, run):
+    kind = "actor"
+    name = next(iter(checkpoint.read_state(run, 3)["tensors"][kind]))
+    put(run, 3, lambda state: state["tensors"][kind].__setitem__(name, "0" * 64))
+    put(run, 3, lambda state: state.update(policy_digest="1" * 64))
+    assert "values unknown" in bad(audit.compare(finished, run, tolerance=1e-5))[kind]
