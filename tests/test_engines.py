@@ -17,6 +17,7 @@ import torch
 from test_rollout import DEVICE, make_requests, make_weights, manifest, model_dir
 
 import checkpoint
+import cluster as ray_cluster
 import engines
 import provider
 import rollout
@@ -357,10 +358,10 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts():
 def test_what_a_cluster_lacks_is_listed(cluster):
     engine, trainer = {"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 1}
     with pytest.raises(ValueError, match=r"^placement needs 5 GPU, 5 CPU \(1 and 2 × 2\); the cluster has \d GPU, 8 CPU$"):
-        command.check_resources([trainer, engine, engine], "cuda", "1 and 2 × 2")
+        ray_cluster.check_resources([trainer, engine, engine], "cuda", "1 and 2 × 2")
     with pytest.raises(ValueError, match=r"^placement needs 20 CPU \(many\); the cluster has 8 CPU$"):
-        command.check_resources([{"CPU": 10}, {"CPU": 10}], "cpu", "many")
-    command.check_resources([{"CPU": 4}, {"CPU": 4}], "cpu", "all of them")
+        ray_cluster.check_resources([{"CPU": 10}, {"CPU": 10}], "cpu", "many")
+    ray_cluster.check_resources([{"CPU": 4}, {"CPU": 4}], "cpu", "all of them")
 
 
 # --- death -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from test_resume import arguments, equal, resumed, wait_for, whole  # noqa: F401
 from test_trainer import batch, make, one_process, replayed  # noqa: F401
 
 import checkpoint
+import cluster
 import run as command
 
 ALGORITHMS = ("grpo", "ppo", "dppo", "flow-dppo")
@@ -203,10 +204,10 @@ def test_rays_folder_is_the_users_own_and_what_a_killed_run_left_is_removed(tmp_
     (tmp_path / "nanbeige-ray-link").symlink_to(tmp_path)
     other = tmp_path / "somebody-else"
     other.mkdir()
-    with umask(0o022), command.ray_folder(tmp_path / "run") as first:
+    with umask(0o022), cluster.ray_folder(tmp_path / "run") as first:
         assert not (tmp_path / "nanbeige-ray-dead").exists() and other.is_dir()
         assert Path(first).parent.stat().st_mode & 0o777 == 0o700
-        with command.ray_folder(tmp_path / "run") as second:  # beside it: the first one is alive
+        with cluster.ray_folder(tmp_path / "run") as second:  # beside it: the first one is alive
             assert first != second and Path(first).parent.is_dir()
         assert Path(first).parent.is_dir() and not Path(second).parent.exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["nanbeige-ray-link", "somebody-else"]

@@ -27,6 +27,7 @@ from test_data import TOKENIZER
 from test_provider import TINY
 
 import checkpoint
+import cluster
 import provider
 import reward
 import run as command
@@ -573,7 +574,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_start(finished, no_
 def test_a_ray_address_where_no_one_listens_is_refused_in_seconds():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        _, refusal = outcome("address", command.check_address, f"127.0.0.1:{free.getsockname()[1]}")
+        _, refusal = outcome("address", cluster.check_address, f"127.0.0.1:{free.getsockname()[1]}")
     assert "no one answers there" in refusal
 
 
@@ -583,12 +584,12 @@ def test_what_a_constructor_raised_is_told_in_its_own_words():
     class Died(Exception):
         actor_init_failed = True
 
-    told = command.constructed(Died('The actor died …\n  File "x.py", line 1\nValueError: model: tensor "a" holds NaN'))
+    told = cluster.constructed(Died('The actor died …\n  File "x.py", line 1\nValueError: model: tensor "a" holds NaN'))
     assert type(told) is ValueError and str(told) == 'model: tensor "a" holds NaN'
-    told = command.constructed(Died("…\ncheckpoint.GuardError: no"))
+    told = cluster.constructed(Died("…\ncheckpoint.GuardError: no"))
     assert type(told) is checkpoint.GuardError
     unknown = Died("…\nKeyError: 3")
-    assert command.constructed(unknown) is unknown
+    assert cluster.constructed(unknown) is unknown
 
 
 def test_a_token_that_the_model_has_not_is_refused_by_row(folder):

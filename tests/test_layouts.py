@@ -16,6 +16,7 @@ import torch
 
 import audit
 import checkpoint
+import cluster
 import layout
 import plan
 import provider
@@ -361,7 +362,7 @@ def test_what_the_loop_waits_for_ends_with_the_first_failure():
         ranks = [ray.remote(Rank).remote(rank) for rank in (0, 1)]
         began = time.monotonic()
         with pytest.raises(checkpoint.GuardError, match="rank 1 failed"):
-            command.each(ranks, "work")
+            cluster.each(ranks, "work")
         assert time.monotonic() - began < 30
     finally:
         ray.shutdown()
