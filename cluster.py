@@ -217,7 +217,7 @@ def watch_ray(addresses: dict, lost: list, failed: list, closing: threading.Even
             for name, address in addresses.items():
                 missed[name] = 0 if answers(address) else missed[name] + 1
                 if missed[name] == 5:
-                    lost.append(f"{name} at {address[0]}:{address[1]} died")
+                    lost.append(f"{name} at {address[0]}:{address[1]} died: it no longer answers")
         sys.stdout.flush()
         sys.stdout = open(os.devnull, "w")  # Ray would print the raylet's log there; the error goes to stderr
         os.kill(os.getpid(), signal.SIGUSR1)

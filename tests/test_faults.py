@@ -287,7 +287,7 @@ def test_no_secret_of_the_environment_stands_in_a_run_directory(seen):
 def test_the_death_of_rays_head_is_one_clear_line_within_a_minute_and_no_process_outlives_it(seen):
     assert seen.code == 1 and seen.seconds < 60
     assert seen.last.startswith("run.py: error: Ray's head (GCS) at 127.0.0.1:") and seen.last.endswith(
-        " died; --resume goes on with the run"
+        " died: it no longer answers; --resume goes on with the run"
     )
     assert not seen.left and not seen.folder.exists()
 
