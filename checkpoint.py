@@ -277,6 +277,13 @@ def writing(path: Path, size: int) -> Iterator[None]:
         raise RuntimeError(f"{path}: cannot be written ({str(error).strip().splitlines()[-1]})") from error
 
 
+def give_users_mode(path: Path) -> None:
+    """The mode that the user's umask gives a new file: safetensors 0.8 makes its own readable by their owner alone."""
+    mask = os.umask(0o077)  # it can only be read by setting it; a file made in between is closed too far, not too little
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def _reserve(path: Path, size: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:

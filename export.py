@@ -228,6 +228,7 @@ def write_weights(policy: Policy, out: Path, precision: str, shard_bytes: int, s
         entries |= checkpoint.tensor_digests(held.items())
         try:
             save_file(held, out / file, metadata={"format": "pt"})
+            checkpoint.give_users_mode(out / file)
         except SafetensorError as error:  # a full disk, for one
             raise OSError(errno.EIO, f"cannot be written: {error}", str(out / file)) from None
         say(f"{file}: {len(held)} tensors, {size / 1e9:.3g} GB")

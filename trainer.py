@@ -866,6 +866,7 @@ class Trainer:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in flat.items()}
         with checkpoint.writing(path, sum(t.nbytes for t in tensors.values())):
             save_file(tensors, path)
+            checkpoint.give_users_mode(path)
 
     # -- checkpoints --
 
