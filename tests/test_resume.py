@@ -73,13 +73,13 @@ STOPS = {  # what ends the run after its second update → (more arguments, faul
     "SIGTERM": ([], "run:grade:after:2:terminate", 143),
     "Ctrl-C": ([], "run:grade:before:2:interrupt", 130),
 }
-SLOW_STOPS = [("grpo", "Ctrl-C"), ("ppo", "Ctrl-C"), ("ppo", "SIGTERM"), ("dppo", "--stop-after"), ("flow-dppo", "--stop-after")]
+SLOW_STOPS = [
+    ("grpo", "Ctrl-C"), ("ppo", "Ctrl-C"), ("ppo", "SIGTERM"), ("dppo", "--stop-after"), ("flow-dppo", "--stop-after"),
+    ("flow-dppo", "SIGTERM"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind, how",
-    [("grpo", "--stop-after"), ("flow-dppo", "SIGTERM"), *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW_STOPS)],
-)
+@pytest.mark.parametrize("kind, how", [("grpo", "--stop-after"), *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW_STOPS)])
 def test_stopped_moved_and_resumed_with_other_free_settings_equals_uninterrupted(kind, how, whole, tmp_path):
     run, moved = tmp_path / "run", tmp_path / "moved"
     more, fault, expected = STOPS[how]
@@ -257,13 +257,9 @@ DEATHS = {  # of every engine, in or after the third update; a replacement does 
 }
 
 
-@pytest.mark.parametrize(
-    "engines, point",
-    [
-        ("2", "while it generates"),
-        *(pytest.param(n, p, marks=pytest.mark.slow) for n in "12" for p in DEATHS if (n, p) != ("2", "while it generates")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", DEATHS)
+@pytest.mark.parametrize("engines", ["1", "2"])
 def test_an_engine_that_dies_is_replaced_and_the_run_equals_an_undisturbed_one(engines, point, whole, tmp_path):
     """Evaluations included. With two engines each answers half of the prompts, and the undisturbed run had one engine."""
     run = tmp_path / "run"
