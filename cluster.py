@@ -301,7 +301,7 @@ def process_fault(error: Exception) -> str | None:
         if "low on memory" in text or "memory monitor" in text:
             why = "Ray ended it because the machine was running out of memory"
         number = f" (process {pid[1]})" if pid else ""
-        return f"the {who} died{number}: {why}; RUN/logs/{who}.log may say more; --resume goes on with the run"
+        return f"the {who} died{number}: {why}; RUN/logs may say more; --resume goes on with the run"
     return None
 
 
