@@ -134,8 +134,9 @@ def ray_environment(address: str | None) -> None:
             "NCCL_SOCKET_IFNAME": "lo",
             "VLLM_HOST_IP": "127.0.0.1",
         }
-        # Ray 2.60 turns 127.0.0.1 into the machine's own address, and then listens on every interface, unless clusters are
-        # off. Off is the default on macOS, hence the name.
+    if not address or on_loopback_alone(address):
+        # Ray 2.60 turns 127.0.0.1 into the machine's own address, and then listens on every interface, or waits for minutes
+        # for a cluster that listens on loopback, unless clusters are off. Off is the default on macOS, hence the name.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -229,6 +230,18 @@ def watch_ray(addresses: dict, lost: list, failed: list, closing: threading.Even
 
     signal.signal(signal.SIGUSR1, interrupt)
     threading.Thread(target=watch, name="watch-ray", daemon=True).start()
+
+
+def on_loopback_alone(address: str) -> bool:
+    """Whether the cluster at host:port can be reached at 127.0.0.1, and not at this machine's address in its network."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdecimal():
+        return False
+    with contextlib.suppress(OSError, OverflowError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the interface
+        socket.create_connection((probe.getsockname()[0], int(port)), timeout=5).close()
+        return False
+    return True
 
 
 def parse_address(address: str) -> tuple[str, int]:

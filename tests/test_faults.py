@@ -385,16 +385,16 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_busy_cluster_is_an_error_that_lists_what_is_needed_and_what_is_free(tmp_path, short):
-    environment = job.environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_TMPDIR=short)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    environment = job.environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_TMPDIR=short, **token)
     words = [sys.executable, "-c", CLUSTER]
     cluster = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         address = cluster.stdout.readline().strip()
         before = {p.pid for p in processes(cluster.pid)}
         began = time.monotonic()
-        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray takes 127.0.0.1 for the machine's own address otherwise
         to = ["--output", str(tmp_path / "run"), "--ray-address", address]
-        code, output = job.run(*job.SMALL, *to, timeout=90, **loopback)
+        code, output = job.run(*job.SMALL, *to, timeout=90, **token)
         last = output.splitlines()[-1]
         assert code == 2 and "placement needs" in last and "'CPU': 1" in last and "'CPU': 0.5" in last, output
         assert time.monotonic() - began < 45 and not (tmp_path / "run").exists()
