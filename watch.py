@@ -7,6 +7,7 @@ run goes on. Nothing here can end a run. With --profile, also what the processes
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def open_watchers(run: Path, start: int, track: str | None, settings: dict) -> t
     except ImportError:
         print("no TensorBoard curves: tensorboardX is not installed", file=sys.stderr, flush=True)
     else:
+        _one_line_for("_EventLoggerThread")
         board = SummaryWriter(str(run / "tensorboard"), purge_step=start, flush_secs=10)
         shows.append(lambda row: [board.add_scalar(name, value, row["update"]) for name, value in numbers(row)])
         closes.append(board.close)
@@ -53,6 +55,19 @@ def open_watchers(run: Path, start: int, track: str | None, settings: dict) -> t
                 print(f"curves end here: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     return (lambda row: safely(shows, row)), (lambda: safely(closes))
+
+
+def _one_line_for(kind: str) -> None:
+    """An exception in a thread of this class is one line: tensorboardX 2.6.5 writes in one, which prints pages on a full disk."""
+    before = threading.excepthook
+
+    def hook(seen) -> None:
+        if type(seen.thread).__name__ == kind:
+            print(f"curves end here: {seen.exc_type.__name__}: {seen.exc_value}", file=sys.stderr, flush=True)
+        else:
+            before(seen)
+
+    threading.excepthook = hook
 
 
 # --- traces of one update --------------------------------------------------------------------------------------------

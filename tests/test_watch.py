@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import threading
 import types
 
 import watch
@@ -48,3 +49,17 @@ def test_a_tracker_that_fails_ends_its_curves_and_nothing_else(tmp_path, monkeyp
     close()
     assert seen == [tmp_path.name, (3, 0.5)] and "curves end here" in capsys.readouterr().err
     assert scalars(tmp_path / "tensorboard")["loss"] == (4, 0.5)
+
+
+def test_a_full_disk_in_tensorboards_own_thread_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    show, close = watch.open_watchers(tmp_path, 0, None, {})
+    (thread,) = [t for t in threading.enumerate() if type(t).__name__ == "_EventLoggerThread"]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    thread._record_writer.write_event = full
+    show({"update": 0, "loss": 1.0})
+    thread.join(30)
+    assert capsys.readouterr().err == "curves end here: OSError: [Errno 28] No space left on device\n"
