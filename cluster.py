@@ -146,6 +146,7 @@ def ray_environment(address: str | None) -> None:
 def ray_folder(run: Path):
     """A folder for Ray's sockets and logs that only this user can enter, removed at the end. What killed runs of this user left
     there is removed too. When a process died, Ray's logs are kept in RUN/logs/ray."""
+
     def locked(path: Path) -> int | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -635,10 +635,6 @@ class Trainer:
         own = per_completion(torch.cat(values), packs) if values else {}
         return torch.cat(list(self.ranks.whole(own, lengths, self.settings.device).values()))
 
-    def _mean(self, values: list[torch.Tensor], packs: list[Pack], lengths: dict[int, int]) -> float:
-        """`sample_mean` over the whole step of what the ranks' packs gave."""
-        return float(algorithms.sample_mean(self._whole(values, packs, lengths), list(lengths.values()), None))
-
     def _check_finite(self, what: str, values: torch.Tensor, samples: list[int], lengths: list[int] | None, update: int) -> None:
         """GuardError, on every rank, names the first value that is not finite, by sample and response token.
 
@@ -757,10 +753,11 @@ class Trainer:
             old.update(new)
             guard()
         order, sizes = list(lengths), list(lengths.values())
-        self._check_finite("the policy loss", self._whole(sums["loss"], packs, lengths), order, sizes, update)
+        names = max(self.ranks.gather(list(sums)), key=len) or ["loss"]  # a rank without tokens knows none
+        whole = {name: self._whole(sums[name], packs, lengths) for name in names}
+        self._check_finite("the policy loss", whole["loss"], order, sizes, update)
         # sample_mean as the loss has it, not a mean over tokens: then `loss` is the number that was differentiated.
-        names = next((names for names in self.ranks.gather(list(sums)) if names), [])  # a rank without tokens knows none
-        result = {name: self._mean(sums[name], packs, lengths) for name in names}
+        result = {name: float(algorithms.sample_mean(values, sizes, None)) for name, values in whole.items()}
         if self.ranks.any(not np.isfinite(result["loss"])):
             raise checkpoint.GuardError(f"update {update}: the policy loss is {result['loss']}; no optimizer step was taken")
         result["grad_norm"] = actor.step(update)
@@ -806,15 +803,15 @@ class Trainer:
             ((loss * w).sum() * critic.loss_scale).backward()
             losses.append(loss.detach())
             clipped.append(seen["value_clip_fraction"])
-        every = self._whole(losses, packs, lengths)
         order, sizes = list(lengths), list(lengths.values())
+        every, every_clipped = (self._whole(values, packs, lengths) for values in (losses, clipped))
         self._check_finite("the value loss", every, order, sizes, update)
         value_loss = float(algorithms.sample_mean(every, sizes, None))
         if self.ranks.any(not np.isfinite(value_loss)):
             raise checkpoint.GuardError(f"update {update}: the value loss is {value_loss}; the critic took no step")
         return {
             "value_loss": value_loss,
-            "value_clip_fraction": self._mean(clipped, packs, lengths),
+            "value_clip_fraction": float(algorithms.sample_mean(every_clipped, sizes, None)),
             "critic_grad_norm": critic.step(update),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,6 +23,17 @@ SMALL = [
 def seam(*points: str) -> dict[str, str]:
     """Environment that puts tests/seam/sitecustomize.py in place, with these points."""
     return {"PYTHONPATH": f"{ROOT / 'tests' / 'seam'}{os.pathsep}{ROOT}", "SEAM": " ".join(points)}
+
+
+@contextlib.contextmanager
+def kept_environment():
+    """Whatever is set in this process's environment meanwhile, afterwards it is as it was."""
+    kept = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -105,14 +105,12 @@ def policies(config):
 def cluster():
     import ray
 
-    kept = dict(os.environ)
-    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(job.ROOT), str(job.ROOT / "tests")])
-    ray.init(num_cpus=8, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield ray
-    ray.shutdown()
-    os.environ.clear()
-    os.environ.update(kept)
+    with job.kept_environment():
+        os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(job.ROOT), str(job.ROOT / "tests")])
+        ray.init(num_cpus=8, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield ray
+        ray.shutdown()
 
 
 def start_engine(ray, folder, number=0, ranks=1):

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 
+import job
 import pytest
 import reference
 import torch
@@ -115,10 +116,8 @@ def assert_same_but_for_the_batch(some, others):
 @pytest.fixture(scope="module", autouse=True)
 def environment():
     """An engine sets the environment of its process; other test modules get theirs back."""
-    kept = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
+    with job.kept_environment():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ One engine and one trainer of a small random model in this process. The step bet
 takes by default: GRPO with advantages of both signs, SGD, learning rate 1e-5.
 """
 
-import os
-
+import job
 import pytest
 import test_rollout
 import torch
@@ -24,10 +23,8 @@ def environment():
     """Engine and trainer share this process and its process group, which the engine's end destroys."""
     from megatron.core import parallel_state
 
-    kept = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(kept)
+    with job.kept_environment():
+        yield
     torch.use_deterministic_algorithms(False)
     parallel_state.destroy_model_parallel()
 
