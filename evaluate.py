@@ -370,6 +370,7 @@ def main(argv: list[str]) -> int:
         max_num_seqs=asked.max_num_seqs,
         kv_cache_gib=asked.kv_cache_gib or needed,
         cuda_graphs=device == "cuda" and (policy is None or policy.recipe.get("cuda_graphs") is not False),
+        split_matmul=(device, precision) == ("cuda", "fp32") and (not policy or policy.recipe.get("split_matmul") is not False),
         seed=asked.seed,
         temperature=asked.temperature,
     )

@@ -559,6 +559,7 @@ def build_model(
     recompute: bool,
     device: "torch.device | str",
     sequence_parallel: bool = False,
+    split_matmul: bool = False,
 ) -> Any:
     """A `LoopedModel` with uninitialised weights (norms ones, value head zeros): `load_native` fills them.
 
@@ -573,6 +574,8 @@ def build_model(
         device: "meta" gives a model without memory, for counting.
         sequence_parallel: between the matrices each tensor-parallel rank holds its share of the tokens only (Megatron's
             sequence parallelism, 2205.05198). The packed tokens must then be a multiple of the tensor-parallel size.
+        split_matmul: the layers' products in float32 as `matmul` takes them, on tensor cores. Not with tensor
+            parallelism, whose products Megatron weaves together with its sums.
 
     Raises:
         ValueError: the tensor-parallel size does not divide heads, key-value heads, intermediate size and vocabulary.
@@ -580,9 +583,17 @@ def build_model(
     from megatron.core import parallel_state
 
     check_tensor_parallel(config, parallel_state.get_tensor_model_parallel_world_size(), "the model's config")
-    return _looped_model_class()(
+    model = _looped_model_class()(
         config, critic=critic, dtype=dtype, recompute=recompute, device=device, sequence_parallel=sequence_parallel
     )
+    if split_matmul and parallel_state.get_tensor_model_parallel_world_size() == 1:
+        import matmul
+
+        for layer in model.layers:
+            attention, mlp = layer.self_attention, layer.mlp
+            for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+                module._forward_impl = lambda input, weight, **_: matmul.linear_with_gradients(input, weight)
+    return model
 
 
 class Packing:

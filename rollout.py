@@ -57,7 +57,8 @@ class EngineSettings:
     """What an engine is made with; `run.py` fills it from the recipe."""
 
     precision: str = "fp32"  # fp32, bf16 or fp16; the trainer's
-    matmul_precision: str = "highest"  # of float32 products: highest (IEEE) or high (TF32); the trainer's
+    matmul_precision: str = "highest"  # of float32 products: highest (float32's) or high (TF32); the trainer's
+    split_matmul: bool = False  # float32 products as `matmul` takes them; CUDA, fp32 and highest only
     device: str = "cpu"  # cpu or cuda
     max_model_len: int = 176  # tokens, prompt and completion together
     max_num_seqs: int = 256  # completions decoded at once
@@ -353,6 +354,7 @@ class RolloutEngine:
             "generation_config": "vllm",  # not the checkpoint's sampling defaults
             "seed": s.seed,
             "disable_log_stats": True,
+            "additional_config": {"split_matmul": s.split_matmul},  # read by vllm_nanbeige
             "enforce_eager": not (s.cuda_graphs and s.device == "cuda"),
         }
         if s.kv_cache_gib:

@@ -93,8 +93,9 @@ class Recipe:
     kl_budget: float = option(None, "flow-dppo: largest KL before outward steps are blocked (0.01)", "training", kind=float)
     precision: str = option("fp32", "weights and arithmetic of trainer and engine", "training", ("fp32", "bf16", "fp16"))
     matmul_precision: str = option(
-        "highest", "FP32 matrix products: highest (IEEE) or high (TF32)", "training", ("highest", "high")
+        "highest", "FP32 matrix products: highest (float32's) or high (TF32)", "training", ("highest", "high")
     )
+    split_matmul: bool = option(True, "highest on tensor cores, as three TF32 products (CUDA)", "training")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass", "training")
     offload_train: bool = option(False, "keep only the network at work (actor or critic) on the GPU", "training")
     micro_batch_tokens: int = option(16384, "tokens of one packed micro-batch", "training")
@@ -526,6 +527,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             raise ValueError(
                 "--publication-transport ipc needs the weights on the engine's GPU: --colocate, and no tensor parallelism"
             )
+        split = r.split_matmul and (device, r.precision, r.matmul_precision) == ("cuda", "fp32", "highest")
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
             matmul_precision=r.matmul_precision,
@@ -534,6 +536,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             max_num_seqs=r.max_num_seqs,
             kv_cache_gib=kv_cache_gib(r, inputs.config),
             cuda_graphs=r.cuda_graphs and device == "cuda",
+            split_matmul=split,
             seed=r.seed,
             temperature=r.temperature,
             model_revision=r.model_revision,
@@ -583,11 +586,12 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
 
         trainer_settings = trainer.TrainerSettings(
             device=device,
+            split_matmul=split,
             memory_cap_gib=r.train_memory_gib,
             **{
                 f.name: getattr(r, f.name)
                 for f in dataclasses.fields(trainer.TrainerSettings)
-                if getattr(r, f.name, None) is not None and f.name != "device"
+                if getattr(r, f.name, None) is not None and f.name not in ("device", "split_matmul")
             },
         )
         held = str(Path(r.output).absolute())

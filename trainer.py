@@ -63,6 +63,7 @@ class TrainerSettings:
     max_logprob_error: float = 1e-3
     micro_batch_tokens: int = 16384
     matmul_precision: str = "highest"
+    split_matmul: bool = False
     seed: int = 42
     memory_cap_gib: float = 0.0
     tensor_model_parallel_size: int = 1
@@ -168,6 +169,7 @@ class Network:
             recompute=settings.recompute,
             device=settings.device,
             sequence_parallel=settings.sequence_parallel,
+            split_matmul=settings.split_matmul,
         )
         provider.load_native(self.model, provider.read_checkpoint(settings.model, config))
         with megatron_cpu.enable():

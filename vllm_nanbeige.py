@@ -34,11 +34,16 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
+import matmul
 import provider
 
 
@@ -82,6 +87,19 @@ class KeptLinearMethod(UnquantizedLinearMethod):
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+class SplitLinearMethod(UnquantizedLinearMethod):
+    """Float32 products on tensor cores (`matmul`)."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul.linear(x, layer.weight)
+
+
+class SplitHeadMethod(UnquantizedEmbeddingMethod):
+    """The same for the LM head."""
+
+    apply = SplitLinearMethod.apply
 
 
 class RMSNorm(nn.Module):
@@ -252,6 +270,11 @@ class NanbeigeForCausalLM(nn.Module):
                     module.quant_method = KeptLinearMethod()
                 elif isinstance(module, Attention):
                     module.use_direct_call = True  # as a torch operator it is opaque to a compiler, which is not used here
+        elif vllm_config.additional_config.get("split_matmul"):  # `rollout` asks for it in fp32 alone
+            self.lm_head.quant_method = SplitHeadMethod()
+            for module in self.modules():
+                if isinstance(module, LinearBase):
+                    module.quant_method = SplitLinearMethod()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed_input_ids(input_ids)

@@ -50,6 +50,7 @@ def replayed(t: trainer.Trainer, rows: list[dict]) -> list[dict]:
     """The same completions with the log-probabilities that the trainer itself gives them."""
     rows = [{**row, "log_probs": [0.0] * len(row["response_tokens"])} for row in rows]
     old = {}
+    t._only(t.actor)
     t._score(trainer.make_packs(rows, list(range(len(rows))), 10**6, DEVICE), old, {})
     return [{**row, "log_probs": old[i].tolist()} for i, row in enumerate(rows)]
 
@@ -156,6 +157,7 @@ def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates
     assert t._facts() == other._facts()
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the limit on file sizes also stops files of CUDA's own")
 def test_a_full_disk_is_named_with_what_to_do_and_nothing_half_written_stays(tmp_path):
     """A real limit on file sizes, first too small for the common state, then for the first tensors."""
     run = tmp_path / "run"
