@@ -109,6 +109,37 @@ def precision() -> list[str]:
     return lines
 
 
+def products() -> list[str]:
+    e = load("products.json")
+    lines = ["## Float32 products on tensor cores", ""]
+    if not e:
+        return [*lines, "Not run.", ""]
+    names = {"cublas": "cuBLAS, float32", "split": "`matmul.py`, 3xTF32"}
+    used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
+    lines += [
+        f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22 layers ×"
+        " 2 loops, and for a decode step the LM head; errors against float64, the worst product's. Made by `benchmarks/products.py`.",
+        "",
+    ]  # fmt: skip
+    rows = []
+    for count, step in e["decode"].items():
+        worst = {way: max(p[way]["error"] for p in step["products"].values()) for way in names}
+        rows.append([
+            f"forward, {count} rows", *(f"{step['step_s'][way] * 1e3:.1f} ms" for way in names),
+            f"{step['step_s']['cublas'] / step['step_s']['split']:.2f}", *(f"{worst[way]:.1e}" for way in names),
+        ])  # fmt: skip
+    t = e["training"]
+    worst = {way: max(max(p[way]["error"], p[way]["grad_error"]) for p in t["products"].values()) for way in names}
+    rows.append([
+        f"forward and backward, {t['tokens']:,} rows",
+        *(f"{t[way + '_s'] * 1e3:,.0f} ms, {t['flop'] / t[way + '_s'] / 1e12:.0f} TFLOP/s" for way in names),
+        f"{t['cublas_s'] / t['split_s']:.2f}", *(f"{worst[way]:.1e}" for way in names),
+    ])  # fmt: skip
+    head = ["products", *names.values(), "times as fast", *(f"error, {name}" for name in names.values())]
+    floor = next(iter(e["decode"].values()))["floor_s"] * 1e3
+    return [*lines, *table(head, rows), f"Reading the weights takes {floor:.2f} ms a decode step at least.", ""]
+
+
 def learning() -> list[str]:
     e = load("learning.json")
     lines = ["## Each algorithm learns", ""]
@@ -235,6 +266,7 @@ def main() -> None:
         "",
         *official(),
         *precision(),
+        *products(),
         *learning(),
         *update(),
         *loss_memory(),

@@ -694,6 +694,15 @@ def test_cuda_graphs_give_what_eager_gives(tmp_path, other_weights, from_fresh):
         engine.close()
 
 
+def test_every_batch_is_captured_at_its_size_or_a_little_above():
+    for most in (1, 2, 3, 16, 17, 128, 129, 256, 1000):
+        sizes = rollout.graph_sizes(most)
+        assert sizes[-1] == most and sizes == sorted(set(sizes))
+        for batch in range(1, most + 1):
+            padded = min(size for size in sizes if size >= batch)
+            assert padded <= max(2 * batch, batch + 8) and padded - batch < 64
+
+
 # --- revisions -------------------------------------------------------------------------------------------------------
 
 COMMIT = "b82e54bd609793562a75cbf9337970a93369eab5"
