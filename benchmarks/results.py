@@ -117,10 +117,11 @@ def products() -> list[str]:
     names = {"cublas": "cuBLAS, float32", "split": "`matmul.py`, 3xTF32"}
     used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
     lines += [
-        f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22 layers ×"
-        " 2 loops, and for a decode step the LM head; errors against float64, the worst product's. Made by `benchmarks/products.py`.",
+        f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22 layers"
+        " × 2 loops, and for a decode step the LM head; errors against float64, the worst product's. Made by"
+        " `benchmarks/products.py`.",
         "",
-    ]  # fmt: skip
+    ]
     rows = []
     for count, step in e["decode"].items():
         worst = {way: max(p[way]["error"] for p in step["products"].values()) for way in names}
