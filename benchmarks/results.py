@@ -117,8 +117,8 @@ def products() -> list[str]:
     names = {"cublas": "cuBLAS, float32", "split": "`matmul.py`, 3xTF32"}
     used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
     lines += [
-        f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22 layers"
-        " × 2 loops, and for a decode step the LM head; errors against float64, the worst product's. Made by"
+        f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22"
+        " layers × 2 loops, and for a decode step the LM head; errors against float64, the worst product's. Made by"
         " `benchmarks/products.py`.",
         "",
     ]
