@@ -91,8 +91,8 @@ def read_run(run: Path) -> dict:
     return {"updates": rows, "lengths": lengths, "writers": writers, "card": card, "checkpoint_gb": round(size / 1e9, 2)}
 
 
-def summary(found: dict, config, counted: list[int], recompute: bool) -> dict:
-    """Medians and extremes over the updates `counted`, and the useful rate of their training."""
+def summary(found: dict, config, counted: list[int], part: str) -> dict:
+    """Medians and extremes over the updates `counted` of one of PARTS, and the useful rate of their training."""
     rows = [found["updates"][k] for k in counted]
     names = [name for name in rows[0] if name not in ("total", "checkpoint")]
     phases = {name: spread([row[name] for row in rows if name in row]) for name in names}
@@ -100,8 +100,8 @@ def summary(found: dict, config, counted: list[int], recompute: bool) -> dict:
     flops = [model_flops(config, found["lengths"][k]) for k in counted]
     rates = [f / row["train"] for f, row in zip(flops, rows, strict=True)]
     nominal = next((rate for card, rate in NOMINAL.items() if card in (found["card"] or "")), None)
-    train = "train with --recompute" if recompute else "train"
-    goals = {name: GOALS[train if name == "train" else name] for name in phases if name in GOALS}
+    train = "train with --recompute" if part == "recompute" else "train"
+    goals = {name: GOALS[train if name == "train" else name] for name in phases if name in GOALS and part != "baseline"}
     return {
         "counted": counted,
         "first": found["updates"][0],
@@ -294,9 +294,11 @@ def main() -> None:
             failed.append(part)
             continue
         evidence["machine"]["card"] = found["card"]
-        keep(part, {**evidence[part], **summary(found, config, list(counted), part != "plain")})
+        keep(part, {**evidence[part], **summary(found, config, list(counted), part)})
         show(part, evidence[part])
-        if part == "plain" and found["writers"]:
+        if part == "plain" and not found["writers"]:
+            print("  RUN/logs/trainer.log does not say how long a checkpoint took to write", flush=True)
+        elif part == "plain":
             keep(part, {**evidence[part], "saving": saving(found, list(counted), n - 1)})
             show_saving(evidence[part]["saving"])
     if "baseline" in parts:  # last: until this process ends it holds memory of the card

@@ -84,8 +84,9 @@ def test_a_run_is_read_by_phase_and_says_from_which_interval_on_nothing_waits_fo
     assert found["lengths"][4] == [(2, 5)] and found["writers"] == [[3, 12.0], [5, 11.0]]
     assert [row.get("everything else") for row in found["updates"]] == [0.25] * 4 + [None]
     config = provider.read_config(job.TINY / "model")
-    seen = budget.summary(found, config, [1, 2], recompute=False)
+    seen = budget.summary(found, config, [1, 2], "plain")
     assert seen["phases"]["total"]["median"] == 4.5 and seen["phases"]["everything else"]["max"] == 0.25
+    assert budget.summary(found, config, [1, 2], "recompute")["goals"]["train"] == 3.0
     assert seen["goals"]["train"] == 2.5 and seen["useful"]["nominal"] == 67e12
     per_second = budget.model_flops(config, [(2, 2)]) / 2, budget.model_flops(config, [(2, 3)]) / 2
     assert (seen["useful"]["rate"]["min"], seen["useful"]["rate"]["max"]) == per_second
