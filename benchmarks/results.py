@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+PAGE = ROOT / "RESULTS.md"
 ALGORITHMS = ("grpo", "ppo", "dppo", "flow-dppo")
 
 
@@ -81,6 +82,91 @@ def official() -> list[str]:
         ]
         lines += table(["algorithm", "checkpoint GB", "whole run s", "--stop-after 2 s", "--resume s"], budget)
     return lines
+
+
+def budget() -> list[str]:
+    lines = ["## Where an update goes, against its budget and the predecessor's way", ""]
+    e = load("budget.json")
+    if not e:
+        return [*lines, "Not run.", ""]
+    s, m, parts = e["shape"], e["machine"], ("plain", "recompute", "baseline")
+    show = lambda x: f"{x['median']:.3f} ({x['min']:.3f} to {x['max']:.3f})"  # noqa: E731
+    used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
+    told = lambda part: "not run" if part not in e else "failed"  # noqa: E731
+    lines += [
+        f"GRPO, {s['prompts']} prompts × {s['completions']} completions, {s['prompt_tokens']} + {s['tokens']} tokens, hidden"
+        f" {s['hidden_size']}, {s['num_hidden_layers']} layers × {s['num_loops']} loops, FP32, SGD, on"
+        f" {m.get('card') or m['cpu']}, trainer and engine on one device, all in one invocation ({used})."
+        " Seconds: median (least to most). Made by `benchmarks/budget.py`, which says what each row holds.",
+        "",
+    ]
+    rows = []
+    for name in ("publish", "rollout", "grade", "train", "everything else"):
+        row = [name]
+        for part in parts[:2]:
+            if "phases" not in e.get(part, {}):
+                row += [told(part), ""]
+                continue
+            seconds, goal = e[part]["phases"][name], e[part]["goals"].get(name)
+            row += [show(seconds), "" if goal is None else f"{goal}: {'yes' if seconds['median'] <= goal else '**no**'}"]
+        rows.append(row)
+    lines += table(["phase", "`run.py`", "within the goal", "`--recompute`", "within the goal"], rows)
+    for part in parts[:2]:
+        if useful := e.get(part, {}).get("useful"):
+            sentence = (f"Training, `{part}`: {len(e[part]['counted'])} updates counted, the first, which warms up, took"
+                        f" {e[part]['first']['total']:.2f} s; {useful['flops'] / 1e12:,.4g} TFLOP of useful work an update at"
+                        f" {useful['rate']['median'] / 1e12:,.4g} TFLOP/s")  # fmt: skip
+            if "share" in useful:
+                kept = "" if useful["share"] >= useful["goal"] else ", **missed**"
+                sentence += (f", {useful['share']:.1%} of the card's {useful['nominal'] / 1e12:.0f} (goal: at least"
+                             f" {useful['goal']:.0%}{kept})")  # fmt: skip
+            lines += [sentence + ".", ""]
+    if saving := e.get("plain", {}).get("saving"):
+        writer = max(seconds for _, seconds in saving["writers"])
+        lines += [
+            f"A checkpoint ({saving['gb']} GB) stops the loop for {saving['pause']:.2f} s; its writer takes {writer:.1f} s in the"
+            f" background, beside updates of {', '.join(f'{u:.2f}' for u in saving['meanwhile'])} s. From `--save-interval"
+            f" {saving['smallest_interval']}` on the disk is not the bound.",
+            "",
+        ]
+    rows = []
+    for who, name in zip(parts, ("`run.py`", "`run.py --recompute`", "the predecessor's way"), strict=True):
+        way = e["comparison"].get(who)
+        rows.append([name, *(f"{way[p]:.2f}" for p in ("publish", "rollout", "train", "sum")), f"{way.get('share', 1):.3f}"]
+                    if way else [name, told(who), "", "", "", ""])  # fmt: skip
+    lines += table(["seconds, medians", "publish", "rollout", "train", "sum", "of the predecessor's"], rows)
+    if publication := e.get("publication"):
+        steps = ", ".join(f"{k} {v:.2f}" for k, v in publication.items() if k not in ("total", "tensors", "gb"))
+        lines += [
+            "The predecessor's way: an eager engine that decodes two sequences at a time, training two sequences at a time with"
+            f" recompute, and a publication of {publication['tensors']} tensors ({publication['gb']} GB) through the host and a"
+            f" file, in seconds: {steps}.",
+            "",
+        ]
+    return lines
+
+
+def scaling() -> list[str]:
+    found = load("scaling.json") or {}
+    lines = ["## Training time against tokens and vocabulary", ""]
+    for device in ("cpu", "cuda"):
+        e = found.get(device)
+        if not e:
+            lines += [f"{device}: not run.", ""]
+            continue
+        lines += [
+            f"{device}: `Trainer.train` of {e['shape']['num_hidden_layers']} layers × 2 loops, GRPO, SGD, FP32, micro-batches of"
+            f" {e['micro_batch_tokens']:,} tokens, on {e['machine'].get('card') or e['machine']['cpu']} (torch"
+            f" {e['versions']['torch']}). Above held: the peak less weights and gradient buffers.",
+            "",
+        ]
+        rows = [[f"{r['vocabulary']:,}", f"{r['tokens']:,}" + (", half a quarter as long" if r["ragged"] else ""),
+                 f"{r['seconds']:.3f} ({r['spread'][0]:.3f} to {r['spread'][1]:.3f}, {r['count']})", f"{r['ms_per_1000']:.2f}",
+                 f"{r['to_first']:.2f}", f"{r['tflops']:.3g}", f"{r['peak_gib']:.1f}", f"{r['above_held_gib']:.1f}"]
+                for r in e["rows"]]  # fmt: skip
+        head = ["vocabulary", "tokens", "seconds (least to most, times)", "ms per 1,000 tokens", "to the first", "useful TFLOP/s"]
+        lines += table([*head, "peak GiB", "above held"], rows)
+    return [*lines, "Made by `benchmarks/scaling.py`.", ""]
 
 
 def precision() -> list[str]:
@@ -266,6 +352,8 @@ def main() -> None:
         " was not run says so.",
         "",
         *official(),
+        *budget(),
+        *scaling(),
         *precision(),
         *products(),
         *learning(),
@@ -273,7 +361,7 @@ def main() -> None:
         *loss_memory(),
         *long_run(),
     ]
-    (ROOT / "RESULTS.md").write_text("\n".join(lines))
+    PAGE.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

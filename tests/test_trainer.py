@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import resource
 
 import job
@@ -135,7 +136,9 @@ def test_one_token_and_empty_responses_are_defined(algorithm, lengths):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "flow-dppo"])
 @pytest.mark.parametrize("precision, offload", [("fp32", False), ("bf16", False), ("fp32", True)])
-def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates_do(algorithm, precision, offload, tmp_path):
+def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates_do(
+    algorithm, precision, offload, tmp_path, capsys
+):
     run = tmp_path / "run"
     checkpoint.create_run(run, {})
     t = make(algorithm, precision=precision, offload_train=offload)
@@ -148,6 +151,7 @@ def test_a_checkpoint_holds_the_moment_of_its_snapshot_whatever_the_next_updates
     t.train(later[0], 2)  # before the writer has begun
     t.write_checkpoint(str(run), 2, 8, 2)
     t.wait_for_checkpoint()
+    assert re.search(r"^checkpoint 2: \d+\.\d\d s in the background$", capsys.readouterr().out, re.MULTILINE)
     after = t.policy()["digest"]
 
     other = make(algorithm, precision=precision, offload_train=offload)
