@@ -235,19 +235,20 @@ def watch_ray(addresses: dict, lost: list, failed: list, closing: threading.Even
 
 def on_loopback_alone(address: str) -> bool:
     """Whether the cluster at host:port can be reached at 127.0.0.1, and not at this machine's address in its network."""
-    host, _, port = address.rpartition(":")
-    if host not in ("127.0.0.1", "localhost") or not port.isdecimal():
+    host, port = parse_address(address) or ("", 0)
+    if host not in ("127.0.0.1", "localhost"):
         return False
     with contextlib.suppress(OSError, OverflowError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the interface
-        socket.create_connection((probe.getsockname()[0], int(port)), timeout=5).close()
+        socket.create_connection((probe.getsockname()[0], port), timeout=5).close()
         return False
     return True
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+def parse_address(address: str) -> tuple[str, int] | None:
+    """(host, port) of "host:port", without the brackets of an IPv6 address; None for any other form (auto, ray://…)."""
+    host, colon, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if colon and port.isdecimal() and "/" not in host else None
 
 
 def check_resources(bundles: list[dict], device: str, parts: str) -> None:
@@ -279,10 +280,9 @@ def each(actors: list, method: str, *args, patience: float | None = None):
 
 def check_address(address: str) -> None:
     """ValueError where no one listens at host:port: Ray would try for minutes. Other forms (auto, ray://…) are Ray's matter."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal() and "/" not in host:
+    if where := parse_address(address):
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            socket.create_connection(where, timeout=5).close()
         except (OSError, OverflowError, UnicodeError) as error:
             raise ValueError(f"--ray-address {address}: no one answers there ({error})") from None
 

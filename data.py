@@ -25,6 +25,7 @@ import math
 import os
 import re
 import stat
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -236,7 +237,10 @@ def _arrow_records(path: Path, file, start: bytes, how: Reading) -> Iterator[tup
         batches = map(table.get_batch, range(table.num_record_batches)) if start == b"ARROW1" else iter(table)
     while True:
         try:
+            before = file.tell()
             if (batch := next(batches, None)) is None:
+                if start.startswith(b"\xff\xff\xff\xff"):
+                    _check_end(path, file, before, number)
                 return
             batch = batch.select(columns)
             parts = [batch.slice(first, PART) for first in range(0, batch.num_rows, PART)]
@@ -250,6 +254,19 @@ def _arrow_records(path: Path, file, start: bytes, how: Reading) -> Iterator[tup
             for row in found:
                 number += 1
                 yield number, row
+
+
+def _check_end(path: Path, file, last: int, number: int) -> None:
+    """Of an Arrow stream that was read: `last` is where its last batch ended, `number` how many rows it gave.
+
+    Cut between two batches it is a shorter stream, but for the mark of eight bytes at its end. The format lets a writer leave
+    that out ("or by closing the stream"), though Arrow's own libraries write it: a warning. Of what follows the mark, as where
+    two streams were laid end to end, no reader tells: ValueError.
+    """
+    if file.tell() - last < 8:
+        warnings.warn(f"{path}: an Arrow stream without its end mark, perhaps cut off after row {number}", stacklevel=2)
+    elif file.read(1):
+        raise ValueError(f"{path}: more data follows the end of the Arrow stream, which is after row {number}")
 
 
 def _check_columns(path: Path, names: Sequence[str], how: Reading) -> None:

@@ -695,9 +695,9 @@ class Trainer:
             selected, rows = [], self._chunk_rows()
             chunks = []
             for h, t in zip(hidden.split(rows), pack.targets.split(rows), strict=True):
-                log_probs = algorithms.log_softmax(self.actor.model.head(h), s.temperature, self.ranks.vocabulary)
-                selected.append(algorithms.selected_log_probs(log_probs, t, 1.0, self.ranks.vocabulary))
-                chunks.append(log_probs.to("cpu"))
+                logits = self.actor.model.head(h)
+                selected.append(algorithms.selected_log_probs(logits, t, s.temperature, self.ranks.vocabulary))
+                chunks.append(algorithms.log_softmax(logits, s.temperature, self.ranks.vocabulary).to("cpu"))
             frozen[pack.samples[0]] = chunks
             old.update(per_completion(torch.cat(selected), [pack]))
 

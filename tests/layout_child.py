@@ -19,10 +19,13 @@ import trainer
 ALGORITHMS = ("grpo", "ppo", "dppo", "flow-dppo")
 
 
-def batch(count: int, seed: int) -> list[dict]:
-    """Completions of very different lengths, some of one token."""
+def batch(count: int, seed: int, empty: bool = False) -> list[dict]:
+    """Completions of very different lengths, some of one token.
+
+    empty: every second one has no token, and the longest prompt, so it is the one that data-parallel rank 0 is given first.
+    """
     draw = random.Random(seed)
-    return [
+    rows = [
         {
             "prompt_tokens": [draw.randrange(3, 100) for _ in range(draw.randrange(3, 20))],
             "response_tokens": [draw.randrange(3, 100) for _ in range(draw.choice((1, 2, 5, 11, 30)))],
@@ -30,6 +33,9 @@ def batch(count: int, seed: int) -> list[dict]:
         }
         for _ in range(count)
     ]
+    for row in rows[::2] if empty else ():
+        row |= {"prompt_tokens": row["prompt_tokens"] * 20, "response_tokens": []}
+    return rows
 
 
 def replayed(t: trainer.Trainer, rows: list[dict]) -> list[dict]:
@@ -66,7 +72,7 @@ class Child:
             t.start(address.read_text())
         return t
 
-    def update(self, algorithm: str, count: int = 8, **changes) -> dict:
+    def update(self, algorithm: str, count: int = 8, empty: bool = False, **changes) -> dict:
         """Two updates: metrics of both, and the full tensors before and after them."""
         t = self.make(algorithm, **changes)
         networks = [n for n in (t.actor, t.critic) if n is not None]
@@ -75,7 +81,7 @@ class Child:
             return {f"{n.name}.{k}": v.clone() for n in networks for k, v in provider.export_native(n.model)}
 
         before = tensors()
-        metrics = [t.train(replayed(t, batch(count, seed)), seed) for seed in (0, 1)]
+        metrics = [t.train(replayed(t, batch(count, seed, empty)), seed) for seed in (0, 1)]
         after = tensors()
         moments = {f"{n.name}.{k}": v.clone() for n in networks for k, v in n.optimizer_tensors()}
         return {"metrics": metrics, "before": before, "after": after, "moments": moments, "facts": t._facts()}
@@ -155,6 +161,10 @@ def jobs(child: Child) -> dict:
     found = {f"{a} {o}": (lambda a=a, o=o: child.update(a, optimizer=o)) for a in ALGORITHMS for o in ("sgd", "adam")}
     found["recompute"] = lambda: child.update("flow-dppo", recompute=True)
     found["few"] = lambda: child.update("flow-dppo", count=2)  # one completion a step: half the data-parallel ranks have none
+    # Two completions a step, of which one has tokens: with two data-parallel ranks, rank 0 has none to learn from.
+    found["empty grpo"] = lambda: child.update("grpo", count=2, empty=True)
+    found["empty ppo"] = lambda: child.update("ppo", count=2, empty=True)
+    found["empty flow-dppo"] = lambda: child.update("flow-dppo", count=4, empty=True)
     found["bf16"] = lambda: child.update("grpo", precision="bf16", max_logprob_error=1.0)
     if child.tensor > 1:
         found["sequence"] = lambda: child.update("flow-dppo", sequence_parallel=True)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import warnings
 
 import job
 import pyarrow
@@ -313,6 +314,27 @@ def test_damaged_gzip_parquet_and_arrow_are_one_line_that_names_the_file(tmp_pat
     path.write_bytes(path.read_bytes().replace(b"55+1=", b"56+1=", 1))
     with pytest.raises(ValueError, match="d: Parquet that cannot be read after row 0: .*checksum"):
         data.read_prompts(path, TOKENIZER, 20)
+
+
+def test_an_arrow_stream_that_was_cut_between_two_batches_is_read_with_a_warning_and_one_that_goes_on_is_refused(tmp_path):
+    path = tmp_path / "d"
+    write_arrow(path)
+    whole = path.read_bytes()
+    with open(path, "rb") as file:
+        stream = pyarrow.ipc.open_stream(file)
+        stream.read_next_batch()
+        first = file.tell()
+    for end, rows in ((first, 500), (-8, 600)):
+        path.write_bytes(whole[:end])
+        with pytest.warns(UserWarning, match=f"d: an Arrow stream without its end mark, perhaps cut off after row {rows}"):
+            assert len(data.read_prompts(path, TOKENIZER, 20)) == rows
+    path.write_bytes(whole + whole)
+    with pytest.raises(ValueError, match="d: more data follows the end of the Arrow stream, which is after row 600"):
+        data.read_prompts(path, TOKENIZER, 20)
+    path.write_bytes(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(data.read_prompts(path, TOKENIZER, 20)) == 600
 
 
 def test_gzip_bombs_and_endless_lines_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
