@@ -44,7 +44,7 @@ GOALS = {"publish": 1.5, "rollout": 1.2, "train": 2.5, "train with --recompute":
 USEFUL = 0.65  # of the card's nominal rate, at least
 NOMINAL = {"H200": 67e12, "H100": 67e12}  # FLOP/s, FP32 without tensor cores (NVIDIA's data sheets of the SXM cards)
 PARTS = ("plain", "recompute", "baseline")
-BASELINE = ["--max-num-seqs", "2", "--no-cuda-graphs", "--recompute"]
+BASELINE = ["--max-num-seqs", "2", "--no-cuda-graphs", "--no-split-matmul", "--recompute"]
 
 
 # --- what is counted -------------------------------------------------------------------------------------------------
