@@ -1,21 +1,21 @@
-"""Float32 matrix products on tensor cores, no less exact than IEEE float32 ones: 3xTF32.
+"""Float32 matrix products that are faster than cuBLAS's where few rows meet many weights, and more exact everywhere.
 
-A tensor core multiplies numbers of 11 bits (TF32) and adds in float32. A float32 number of 24 bits is the sum of two such
-numbers, hi and lo, so that
+Few rows (a decode step). The weights are read once, and that is the time it should take; cuBLAS's float32 kernels take three
+times as long. A tensor core multiplies numbers of 11 bits (TF32). A float32 number of 24 bits is the sum of two such numbers,
+hi and lo, so that three products,
 
     a · b = lo(a) · hi(b) + hi(a) · lo(b) + hi(a) · hi(b)        (what is left out, lo · lo, is below 2^-22 of a · b)
 
-takes three products at six to eight times the speed of one in float32 (Ootomo and Yokota, arXiv 2203.03341; CUTLASS calls it
-3xTF32). Sums are shorter chains than cuBLAS's, so the error against float64 is smaller than cuBLAS's own in float32:
-`benchmarks/matmul.py` prints both, RESULTS.md has them.
+make one in float32 (3xTF32: Ootomo and Yokota, arXiv 2203.03341). A tensor core also rounds its sums towards zero, so each
+spans BLOCK_K terms only, and these are added in float32 outside: the error against float64 is a quarter of cuBLAS's.
 
-Two shapes of work, two ways:
+Many rows (training, prefill). cuBLAS adds thousands of terms one after the other. `in_parts` has it add a quarter of them
+at a time, which halves the error for a few hundredths of the time. Three TF32 products of cuBLAS were tried there: 1.9 times
+as fast, with an error of 2.5e-5 where float32 has 1e-6, for the rounding of long sums. RESULTS.md has the figures of what is
+used, from `benchmarks/products.py`.
 
-- few rows (a decode step): the weights are read once and that is the time it takes. A kernel in Triton, `few_rows`.
-- many rows (training, prefill): three products of cuBLAS, `product`.
-
-Used where a GPU computes in FP32 with full precision (`--split-matmul`); `linear` and `linear_with_gradients` are the way in.
-NaN and infinities give NaN. Every result is reproducible bit for bit; imported only where the model is built.
+Used where a GPU computes in FP32 with full precision (`--split-matmul`). Every result is reproducible bit for bit. NaN and
+infinities give numbers that are not finite. Imported only where a model is built.
 """
 
 from __future__ import annotations
@@ -25,84 +25,60 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch without a GPU: `split` and `product` work there too, for the tests
+except ImportError:  # a torch without a GPU: `in_parts` works there too, for the tests
     triton = None
 
-FEW_ROWS = 128  # up to here the weights' bytes are the bound, above it arithmetic is
-MANY_ROWS = 256  # from here three products and the splitting of the weights take less time than one in float32
+FEW_ROWS = 64  # above, arithmetic is the bound, and cuBLAS's float32 as fast
+PARTS = 4  # of a long sum
 BLOCK_N, BLOCK_K = 64, 64  # of `few_rows`; K must be a multiple
 BLOCKS = 330  # thread blocks below which K is divided, too: two and a half for each of an H200's 132 multiprocessors
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed -> [..., N], without gradients. Float32 on a GPU, weight contiguous."""
+    """x [..., K] times weight [N, K] transposed -> [..., N], without gradients. Float32 on a GPU; weight contiguous."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= FEW_ROWS and weight.shape[1] % BLOCK_K == 0:
-        out = few_rows(rows.contiguous(), weight)
-    elif len(rows) >= MANY_ROWS:
-        out = product(split(rows), transposed(split(weight)))
-    else:
-        out = rows @ weight.t()
+    few = len(rows) <= FEW_ROWS and weight.shape[1] % BLOCK_K == 0
+    out = few_rows(rows.contiguous(), weight) if few else in_parts(rows, weight)
     return out.view(*x.shape[:-1], len(weight))
 
 
 def linear_with_gradients(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed -> [..., N], for training: with below MANY_ROWS rows in plain float32."""
+    """The same for training: `in_parts` for any number of rows, so that a recomputation gives the same bits.
+
+    A weight's gradient is added to its `main_grad`, where Megatron gave it one: autograd itself would hold it until the
+    weight's use in every loop is passed, a second copy of all gradients of the layers."""
     return _Linear.apply(x, weight)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        out = product(split(rows), transposed(split(weight))) if len(rows) >= MANY_ROWS else rows @ weight.t()
-        return out.view(*x.shape[:-1], len(weight))
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return in_parts(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        if len(rows) < MANY_ROWS:
-            return (grad_rows @ weight).view(x.shape), grad_rows.t() @ rows
-        parts = split(grad_rows)
-        return product(parts, split(weight)).view(x.shape), product(transposed(parts), split(rows))
+        grad_x = (grad_rows @ weight).view(x.shape)
+        if not hasattr(weight, "main_grad"):
+            return grad_x, grad_rows.t() @ rows
+        weight.main_grad.addmm_(grad_rows.t(), rows)
+        return grad_x, None
 
 
-# --- many rows -------------------------------------------------------------------------------------------------------
-
-
-def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hi, lo) with hi + lo == x exactly; hi is x rounded to TF32's 11 bits, lo has the 13 that are left. Float32."""
-    x = x.contiguous()
-    if x.is_cuda:
-        hi, lo = torch.empty_like(x), torch.empty_like(x)
-        _split_kernel[(triton.cdiv(x.numel(), 2048),)](x, hi, lo, x.numel(), BLOCK=2048)
-        return hi, lo
-    hi = ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-    return hi, x - hi
-
-
-def transposed(parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return parts[0].t(), parts[1].t()
-
-
-def product(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[M, K] times [K, N], both as `split` gives them -> [M, N]. The small terms are added first."""
-    (a_hi, a_lo), (b_hi, b_lo) = a, b
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True  # the parts are TF32 numbers (lo to 2^-23 of x): nothing is lost
-    try:
-        return (a_lo @ b_hi).addmm_(a_hi, b_lo).addmm_(a_hi, b_hi)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-# --- few rows --------------------------------------------------------------------------------------------------------
+def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed -> [M, N], the sum over K as that of PARTS sums."""
+    first, *others = zip(x.chunk(PARTS, 1), weight.chunk(PARTS, 1), strict=True)
+    out = first[0] @ first[1].t()
+    for a, b in others:
+        out.addmm_(a, b.t())
+    return out
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed -> [M, N], M up to FEW_ROWS, K a multiple of BLOCK_K; contiguous float32.
+    """x [M, K] times weight [N, K] transposed -> [M, N], M up to FEW_ROWS, K a multiple of BLOCK_K; contiguous float32 on a GPU.
 
     Where N alone gives too few thread blocks, K is divided among several and their sums are added in order."""
     (m, k), n = x.shape, len(weight)
@@ -118,14 +94,6 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 if triton is not None:
-
-    @triton.jit
-    def _split_kernel(x, hi, lo, n, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < n)
-        high = ((value.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        tl.store(hi + at, high, mask=at < n)
-        tl.store(lo + at, value - high, mask=at < n)
 
     @triton.jit
     def _few_rows_kernel(

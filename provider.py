@@ -574,8 +574,8 @@ def build_model(
         device: "meta" gives a model without memory, for counting.
         sequence_parallel: between the matrices each tensor-parallel rank holds its share of the tokens only (Megatron's
             sequence parallelism, 2205.05198). The packed tokens must then be a multiple of the tensor-parallel size.
-        split_matmul: the layers' products in float32 as `matmul` takes them, on tensor cores. Not with tensor
-            parallelism, whose products Megatron weaves together with its sums.
+        split_matmul: float32 products as `matmul` takes them. Not with tensor parallelism, whose products Megatron weaves
+            together with its sums.
 
     Raises:
         ValueError: the tensor-parallel size does not divide heads, key-value heads, intermediate size and vocabulary.
@@ -589,9 +589,8 @@ def build_model(
     if split_matmul and parallel_state.get_tensor_model_parallel_world_size() == 1:
         import matmul
 
-        for layer in model.layers:
-            attention, mlp = layer.self_attention, layer.mlp
-            for module in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        for module in model.modules():
+            if hasattr(module, "_forward_impl"):  # Megatron's linear layers
                 module._forward_impl = lambda input, weight, **_: matmul.linear_with_gradients(input, weight)
     return model
 

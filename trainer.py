@@ -19,6 +19,7 @@ import pickle
 import random
 import threading
 import time
+import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -328,9 +329,8 @@ class Network:
         self._away = self._resident()
         size = sum(t.numel() * t.element_size() for t in self._away)
         if self._pinned is None or self._pinned.nbytes < size:
-            # One buffer, registered by hand: torch's pinned allocator rounds every tensor up to a power of two.
-            self._pinned = torch.empty(size, dtype=torch.uint8)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0))
+            self._pinned = None  # before the larger one is made
+            self._pinned = pinned(size)
         for t, host in self._places_on_host():
             host.copy_(t, non_blocking=True)
         torch.cuda.synchronize()
@@ -1024,6 +1024,16 @@ def ipc_handles(tensors) -> dict:
     handles = {name: reduce_tensor(tensor.detach())[1] for name, tensor in tensors}
     torch.cuda.synchronize()  # the receiver reads outside this process's streams
     return {"device": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid), "handles": handles}
+
+
+def pinned(size: int) -> torch.Tensor:
+    """`size` bytes of pinned host memory: one buffer registered by hand, where torch's pinned allocator rounds up to a power
+    of two. It is unregistered when it goes, or every later copy from or to memory at its addresses would be refused."""
+    buffer = torch.empty(size, dtype=torch.uint8)
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
+    weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
+    return buffer
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

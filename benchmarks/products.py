@@ -1,4 +1,4 @@
-"""Are float32 products on tensor cores (3xTF32, `matmul.py`) as exact as cuBLAS's in float32, and how fast are they?
+"""Are float32 products as `matmul.py` takes them as exact as cuBLAS's, and how fast are they?
 
     python benchmarks/products.py             # one GPU, a minute; writes results/products.json
 

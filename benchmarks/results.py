@@ -197,10 +197,10 @@ def precision() -> list[str]:
 
 def products() -> list[str]:
     e = load("products.json")
-    lines = ["## Float32 products on tensor cores", ""]
+    lines = ["## Float32 products", ""]
     if not e:
         return [*lines, "Not run.", ""]
-    names = {"cublas": "cuBLAS, float32", "split": "`matmul.py`, 3xTF32"}
+    names = {"cublas": "cuBLAS, float32", "split": "`matmul.py`"}
     used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
     lines += [
         f"{e['machine']['card']}, {used}; {e['bandwidth'] / 1e12:.2f} TB/s in a copy. All products of the official shape, 22"

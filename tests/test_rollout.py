@@ -632,7 +632,7 @@ def test_a_damaged_or_absent_file_is_a_failed_publication(engine, weights, tmp_p
 
 
 SENDER = """
-import pickle, sys
+import os, pickle, sys
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 import checkpoint, test_rollout
@@ -656,7 +656,8 @@ manifest = {
     "location": {"device": str(torch.cuda.get_device_properties(0).uuid), "handles": handles},
 }
 sys.stdout.buffer.write(pickle.dumps(manifest))
-sys.stdout.buffer.close()
+sys.stdout.flush()
+os.close(1)  # Python's own close leaves it open, and the reader would wait
 sys.stdin.read()  # the tensors live until the parent is done
 """
 

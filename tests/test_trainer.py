@@ -107,6 +107,21 @@ def test_recompute_gives_bitwise_the_same_update():
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "flow-dppo"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_products_in_parts_change_no_number_beyond_rounding(algorithm, recompute):
+    seen = []
+    for split in (False, True):
+        t = make(algorithm, split_matmul=split, optimizer="sgd", micro_batch_tokens=40, recompute=recompute)
+        metrics = t.train(replayed(t, batch()), 0)
+        buffers = [b.grad_data.clone() for n in (t.actor, t.critic) if n for b in n.ddp.buffers]
+        seen.append((metrics, buffers))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert seen[1][0][name] == pytest.approx(seen[0][0][name], rel=1e-4, abs=1e-6), name
+    for ours, plain in zip(seen[1][1], seen[0][1], strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-4, atol=1e-6) and plain.abs().max() > 1e-3
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing moves between devices without a GPU")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_offloading_the_idle_network_changes_no_number(optimizer):
@@ -117,6 +132,17 @@ def test_offloading_the_idle_network_changes_no_number(optimizer):
             metrics = t.train(replayed(t, batch(seed=update)), update)
         seen.append((t._facts(), {k: v for k, v in metrics.items() if not k.endswith("_gib")}))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is pinned without a GPU")
+def test_memory_that_was_pinned_can_be_used_again():
+    for size in (1 << 20, 8 << 20, 64 << 20):
+        buffer = trainer.pinned(size)
+        assert buffer.is_pinned()
+        del buffer
+        for other in (size // 2, size, 2 * size):
+            plain = torch.empty(other, dtype=torch.uint8)
+            assert torch.equal(plain.fill_(7).cuda().cpu(), plain)
 
 
 def test_equal_rewards_in_every_group_leave_the_policy_as_it_is():
