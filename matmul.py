@@ -29,6 +29,7 @@ except ImportError:  # a torch without a GPU: `in_parts` works there too, for th
     triton = None
 
 FEW_ROWS = 64  # above, arithmetic is the bound, and cuBLAS's float32 as fast
+MANY_ROWS = 1024  # below, a quarter of a sum is too little work for a card
 PARTS = 4  # of a long sum
 BLOCK_N, BLOCK_K = 64, 64  # of `few_rows`; K must be a multiple
 BLOCKS = 330  # thread blocks below which K is divided, too: two and a half for each of an H200's 132 multiprocessors
@@ -37,8 +38,10 @@ BLOCKS = 330  # thread blocks below which K is divided, too: two and a half for 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed -> [..., N], without gradients. Float32 on a GPU; weight contiguous."""
     rows = x.reshape(-1, x.shape[-1])
-    few = len(rows) <= FEW_ROWS and weight.shape[1] % BLOCK_K == 0
-    out = few_rows(rows.contiguous(), weight) if few else in_parts(rows, weight)
+    if len(rows) <= FEW_ROWS and weight.shape[1] % BLOCK_K == 0:
+        out = few_rows(rows.contiguous(), weight)
+    else:
+        out = in_parts(rows, weight) if len(rows) >= MANY_ROWS else rows @ weight.t()
     return out.view(*x.shape[:-1], len(weight))
 
 
