@@ -14,6 +14,7 @@ overflows; garbage collection, page faults, slow nodes and anything that varies 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 import random
@@ -31,8 +32,9 @@ class Hardware:
     "Notes" are measurements on one H200 from before the project, which docs/scaling.md repeats.
 
     `matmul`: notes, 145 TFLOP of a forward and a backward pass with recompute (16 × 176 tokens, official shape) in 3.02, 0.70 and
-    0.37 s; fp16 as bf16. `memory`: notes, reading weights. `decode`: the share of it that a decode step reaches: the bytes of one
-    of 16 sequences over 23 and 8 ms (notes); tf32 as fp32, fp16 as bf16.
+    0.37 s; fp16 as bf16. `attention`: the share of it that attention reaches, assumed. `memory`: notes, reading weights.
+    `decode`: the share of that which a decode step reaches: the bytes of one of 16 sequences over 23 and 8 ms (notes); tf32 as
+    fp32, fp16 as bf16.
     `digest`: BLAKE3 of a tensor on the GPU, from the 0.98 s in which GRPO published 16.7 GB, hashed twice
     (results/official/grpo.json; the notes have 24 GB/s, of another loop). `snapshot`: copies to fresh host memory, from the
     1.95 s of its checkpoint. `pageable`, `shm`, `disk`, `load`: notes, moving weights; the lower where they give a range.
@@ -47,6 +49,7 @@ class Hardware:
     matmul: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"fp32": 48e12, "tf32": 208e12, "bf16": 393e12, "fp16": 393e12}
     )
+    attention: float = 1.0
     memory: float = 4.1e12
     decode: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"fp32": 0.30, "tf32": 0.30, "bf16": 0.43, "fp16": 0.43}
@@ -243,13 +246,11 @@ def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
         matrices, attention = 2 * matrices + 1, 2 * attention + 1
     if flow:
         matrices, attention, head = matrices + 0.5, attention + 0.5, head + 0.5
-    sizes = [p + n for n in responses]
-    random.Random(0).shuffle(sizes)  # long and short ones come in any order, which is what pads a pack
-    work, parts = [], loads(sizes, data)
-    for mine in parts:
-        fed, rows = sum(mine) - len(mine), sum(mine) - p * len(mine)
-        area = sum(map(padded_area, packs(mine, r.micro_batch_tokens)))
-        flops = matrices * fed * token_flops(config) + attention * attention_flops(config, area) + head * head_flops(config, rows)
+    shares = divided(tuple(responses), p, data, r.micro_batch_tokens)
+    work = []
+    for fed, rows, area in shares:
+        flops = matrices * fed * token_flops(config) + head * head_flops(config, rows)
+        flops += attention * attention_flops(config, area) / hw.attention
         work.append((flops / t / hw.matmul[kind], fed))
     slowest, fed = max(work)
     average = sum(spent for spent, _ in work) / data
@@ -260,7 +261,7 @@ def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
     networks, steps = [plan.weights(config), *([plan.weights(config, True)] if critic else [])], 2 if flow else 1
     gradients = optimizer = 0.0
     # trainer.LOGIT_ELEMENTS rows × vocabulary at a time, each with its own backward pass to the head's whole gradient.
-    chunks = math.ceil(max(sum(mine) - p * len(mine) for mine in parts) * (config.vocab_size // t) / 2**25)
+    chunks = math.ceil(max(rows for _, rows, _ in shares) * (config.vocab_size // t) / 2**25)
     head_adds = max(0, chunks - 1) * (8 + element) * config.vocab_size * config.hidden_size / t / hw.memory
     for n in networks:
         share = n / t
@@ -279,6 +280,15 @@ def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
         "to the trainers": sum(responses) * hw.driver_send * r.train_gpus,
         "trainers unpickle": sum(responses) * hw.rank_receive,
     }
+
+
+@functools.lru_cache(maxsize=256)
+def divided(responses: tuple[int, ...], prompt: int, data: int, budget: int) -> list[tuple[int, int, int]]:
+    """(tokens fed, response tokens, padded area of attention) of each data-parallel rank; kept for searches over layouts."""
+    sizes = [prompt + n for n in responses]
+    random.Random(0).shuffle(sizes)  # long and short ones come in any order, which is what pads a pack
+    parts = loads(sizes, data)
+    return [(sum(m) - len(m), sum(m) - prompt * len(m), sum(map(padded_area, packs(m, budget)))) for m in parts]
 
 
 def packs(sizes: list[int], budget: int) -> list[list[int]]:

@@ -262,6 +262,7 @@ def sensitivity() -> list[str]:
         "shared file system halved": lambda hw, r: scaled(hw, "share_node", 0.5) | scaled(hw, "share_all", 0.5),
         "decode reaches half the share": lambda hw, r: scaled(hw, "decode", 0.5),
         "matrix products at half the rate": lambda hw, r: scaled(hw, "matmul", 0.5),
+        "attention at a third of their rate": lambda hw, r: {"attention": 1 / 3},
         "mended: batch pickled once": once,
         "mended: publication through pinned memory": pinned,
         "mended: no completions through the driver": spare,
