@@ -1,8 +1,7 @@
-"""What a run will need, worked out before it starts: `python run.py --dry-run …` prints it.
+"""What a run will need, worked out before it starts: `python run.py --dry-run …` prints it. Seconds are in timing.py.
 
 Memory is arithmetic on shapes, by the formulas below; what they leave out (kernels, fragmentation, the CUDA context) is a
-few GiB. Held against the H200 (RESULTS.md): trainer peaks of 78 GiB (GRPO) and 72 GiB (PPO, --recompute) were measured
-where this says 76 and 62.
+few GiB. docs/scaling.md holds it against what was measured on an H200.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def trainer_gib(
     sequence_parallel: bool = False,
     distributed_optimizer: bool = False,
 ) -> dict:
-    """GiB on each of the trainer's GPUs, {what: GiB}; `total` is their sum.
+    """GiB on each of the trainer's GPUs at the peak of a step, {what: GiB}; `total` is their sum.
 
     config: provider.NanbeigeConfig. tokens: of the largest packed micro-batch. tensor, data: parallel sizes. State: weights,
     FP32 gradients, FP32 main parameters (half precision only), and Adam's two moments; the last two are shared among the
@@ -33,6 +32,9 @@ def trainer_gib(
     twice, keys and values expanded to all heads, the attention's output twice, and four of the MLP's inner size; with
     `recompute` one hidden state a visit, and one visit's worth on top. Tensor parallelism cuts all of it but what is of
     hidden size, which `sequence_parallel` cuts, too (at the end all tokens' hidden states come together, with a gradient).
+    Gradients: autograd holds a weight's gradient until all its uses are done, and adds it to the FP32 buffer then. That is the
+    LM head's when the backward pass begins, with all activations there; and those of all layers when it has passed the last
+    loop, with one loop's activations fewer. Whichever is more is the peak.
     """
     element = 4 if precision == "fp32" else 2
     shared = (0 if precision == "fp32" else 4) + (8 if optimizer == "adam" else 0)
@@ -44,10 +46,18 @@ def trainer_gib(
     visit = 4 * kept + (2 * (q + 2 * kv) + 2 * q + 2 * q + 4 * config.intermediate_size) / tensor
     visits = config.num_loops * config.num_hidden_layers
     ends = 2 * h if sequence_parallel else 0
-    activations = element * tokens * ((visits * kept + visit if recompute else visits * visit) + ends)
     # trainer.LOGIT_ELEMENTS: chunks of rows, about six such tensors alive in the backward pass.
     logits = 6 * 4 * min(2**25, tokens * config.vocab_size // tensor)
-    parts = {"state": state / GIB, "activations": activations / GIB, "logits": logits / GIB}
+    layers = networks[0] - 2 * config.vocab_size * h // tensor
+
+    def moment(visits: int, gradients: int, logits: int) -> dict:
+        activations = element * tokens * ((visits * kept + visit if recompute else visits * visit) + ends)
+        parts = {"state": state, "activations": activations, "gradients in flight": element * gradients, "logits": logits}
+        return {what: size / GIB for what, size in parts.items()}
+
+    begins = moment(visits, config.vocab_size * h // tensor, logits)
+    passed = moment(visits - config.num_hidden_layers, layers if config.num_loops > 1 else 0, 0)
+    parts = max(begins, passed, key=lambda parts: sum(parts.values()))
     return {**parts, "total": sum(parts.values())}
 
 
@@ -73,38 +83,82 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
     import provider
 
     shapes = provider.tensor_shapes(config)
-    weights = sum(_size(s) for s in shapes.values())
+    physical = weights(config)
     lengths = [len(p.tokens) for p in prompts]
     batch = r.rollout_batch_size * r.n_samples_per_prompt
-    data = r.train_gpus // r.tensor_model_parallel_size
-    tokens = min(r.micro_batch_tokens, -(-batch // data) * (r.max_prompt_len + r.max_response_len))
-    tokens = max(tokens, r.max_prompt_len + r.max_response_len)
-    critic = r.algorithm != "grpo"
-    trainer = trainer_gib(
-        config, critic=critic, precision=r.precision, optimizer=r.optimizer, recompute=r.recompute, offload=r.offload_train,
-        tokens=tokens, tensor=r.tensor_model_parallel_size, data=data, sequence_parallel=r.sequence_parallel,
-        distributed_optimizer=r.distributed_optimizer,
-    )  # fmt: skip
-    layout = f"{r.tensor_model_parallel_size} tensor × {data} data parallel"
+    trainer = trainer_of(r, config)
+    layout = f"{r.tensor_model_parallel_size} tensor × {r.train_gpus // r.tensor_model_parallel_size} data parallel"
     each = f" on each of {r.train_gpus} ({layout})" if r.train_gpus > 1 else ""
-    engine = weights * (4 if r.precision == "fp32" else 2) / r.rollout_tensor_parallel_size / GIB
+    engine = physical * (4 if r.precision == "fp32" else 2) / r.rollout_tensor_parallel_size / GIB
     engines = f", in each of {r.rollout_gpus} processes" if r.rollout_gpus > 1 else ""
-    state = 4 + (8 if r.optimizer == "adam" else 0)  # bytes a parameter of a checkpoint: FP32 parameters and moments
-    disk = weights * (2 if critic else 1) * state / 1e9
     last = r.stop_after or r.updates
     return [
-        f"model       {r.model}: {weights:,} parameters in {len(shapes)} tensors, {config.num_hidden_layers} layers ×"
+        f"model       {r.model}: {physical:,} parameters in {len(shapes)} tensors, {config.num_hidden_layers} layers ×"
         f" {config.num_loops} loops, {r.precision}",
         f"data        {r.data}: {len(prompts):,} prompts of {min(lengths)} to {max(lengths)} tokens;"
         f" {last * r.rollout_batch_size / len(prompts):.2g} times through in {last} updates",
         *([f"held-out    {r.eval_data}: {len(held_out):,} rows × {r.eval_samples} samples, and greedy"] if held_out else []),
         f"update      {r.algorithm}: {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} completions, at most"
         f" {batch * r.max_response_len:,} response tokens; {r.optimizer} at {r.lr:g}",
-        f"trainer     about {trainer['total']:.3g} GiB{each} (state {trainer['state']:.3g}, activations up to"
-        f" {trainer['activations']:.3g}, logits {trainer['logits']:.3g})",
+        f"trainer     about {trainer['total']:.3g} GiB{each} ("
+        + ", ".join(f"{what} {gib:.3g}" for what, gib in trainer.items() if what != "total" and gib)
+        + ")",
         f"engine      about {engine + kv_cache:.3g} GiB (weights {engine:.3g}, KV cache {kv_cache:.3g}){engines}",
-        f"checkpoints about {disk:.3g} GB each, {r.keep_checkpoints} kept and one beside them while it is written",
+        f"checkpoints about {checkpoint_bytes(r, config) / 1e9:.3g} GB each, {r.keep_checkpoints} kept and one beside them while"
+        " it is written",
+        *time_lines(r, config),
     ]
+
+
+def time_lines(r, config) -> list[str]:
+    """Seconds of an update, where the run may be on GPUs and the model is large enough for them: below, what takes time is what
+    timing.py leaves out."""
+    import timing
+
+    if r.device == "cpu" or weights(config) < 1e8:
+        return []
+    found = timing.seconds(r, config)
+    phases = ", ".join(f"{phase} {_figures(spent)}" for phase, spent in found["total"].items() if spent >= 0.05)
+    part, share = timing.largest(found)
+    waits, writes = (sum(found[phase].values()) for phase in ("checkpoint", "writer"))
+    every = timing.save_interval(found)
+    total = _figures(sum(found["total"].values()))
+    return [
+        f"time        about {total} s an update on H200s, if all completions take all their tokens",
+        f"            ({phases}); largest part {part}, {share:.0%}",
+        f"            a checkpoint takes {_figures(waits)} s more, and {_figures(writes)} s beside the next"
+        f" {'update' if every == 1 else f'{every} updates'}",
+    ]
+
+
+def _figures(number: float) -> str:
+    """Two or more figures, without an exponent."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
+def trainer_of(r, config) -> dict:
+    """`trainer_gib` of run.Recipe `r`: its largest micro-batch is a full one, or its longest completion."""
+    data = r.train_gpus // r.tensor_model_parallel_size
+    longest = r.max_prompt_len + r.max_response_len
+    batch = -(-r.rollout_batch_size * r.n_samples_per_prompt // data) * longest
+    return trainer_gib(
+        config, critic=r.algorithm != "grpo", precision=r.precision, optimizer=r.optimizer, recompute=r.recompute,
+        offload=r.offload_train, tokens=max(longest, min(r.micro_batch_tokens, batch)), tensor=r.tensor_model_parallel_size,
+        data=data, sequence_parallel=r.sequence_parallel, distributed_optimizer=r.distributed_optimizer,
+    )  # fmt: skip
+
+
+def checkpoint_bytes(r, config) -> int:
+    """The weights as they are stored, FP32 main parameters in half precision, and Adam's moments, of every network."""
+    each = (4 if r.precision == "fp32" else 2 + 4) + (8 if r.optimizer == "adam" else 0)
+    return each * (weights(config) + (weights(config, critic=True) if r.algorithm != "grpo" else 0))
+
+
+def weights(config, critic: bool = False) -> int:
+    """Physical parameters."""
+    import provider
+
+    return sum(map(_size, provider.tensor_shapes(config, critic).values()))
 
 
 def _size(shape) -> int:
