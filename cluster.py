@@ -275,6 +275,8 @@ def each(actors: list, method: str, *args, patience: float | None = None):
     raises what one of them raises at once, whether or not the others have answered."""
     import ray
 
+    if len(actors) > 1:
+        args = [ray.put(arg) for arg in args]  # pickled once, and one copy a node, not one an actor
     return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=patience)[0]
 
 

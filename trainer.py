@@ -862,7 +862,7 @@ class Trainer:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         flat = {name: view.flatten(0, 1) if view.dim() == 3 else view for name, (view, _, _) in own.items()}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in flat.items()}
+        tensors = {name: copy_to_host(t) if t.is_cuda else t.detach().contiguous() for name, t in flat.items()}
         with checkpoint.writing(path, sum(t.nbytes for t in tensors.values())):
             save_file(tensors, path)
             checkpoint.give_users_mode(path)

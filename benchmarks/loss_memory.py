@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import os
 import random
 import subprocess
 import sys
@@ -35,6 +36,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it on CUDA
 
 import torch
 from machine import machine, versions

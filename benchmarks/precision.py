@@ -10,6 +10,7 @@ Writes results/precision-NAME.json. DESIGN §5 bounds the difference by 1e-3 in 
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it on CUDA
 PRECISIONS = {
     "fp32": ["--precision", "fp32"],
     "tf32": ["--precision", "fp32", "--matmul-precision", "high"],
