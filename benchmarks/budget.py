@@ -109,7 +109,8 @@ def summary(found: dict, config, counted: list[int], part: str) -> dict:
         "goals": goals,
         "useful": {
             "flops": statistics.median(flops), "rate": spread(rates),
-            **({"nominal": nominal, "share": statistics.median(rates) / nominal, "goal": USEFUL} if nominal else {}),
+            **({"nominal": nominal, "share": statistics.median(rates) / nominal} if nominal else {}),
+            **({"goal": USEFUL} if nominal and not recompute else {}),
         },
     }  # fmt: skip
 
@@ -232,8 +233,9 @@ def show(title: str, part: dict) -> None:
     useful = part["useful"]
     line = f"  useful work of training: {useful['flops'] / 1e12:.4g} TFLOP, at {useful['rate']['median'] / 1e12:.4g} TFLOP/s"
     if "share" in useful:
-        kept = "kept" if useful["share"] >= useful["goal"] else "MISSED"
-        line += f", {useful['share']:.1%} of {useful['nominal'] / 1e12:.0f} TFLOP/s (goal ≥ {useful['goal']:.0%}: {kept})"
+        line += f", {useful['share']:.1%} of {useful['nominal'] / 1e12:.0f} TFLOP/s"
+    if "goal" in useful:
+        line += f" (goal ≥ {useful['goal']:.0%}: {'kept' if useful['share'] >= useful['goal'] else 'MISSED'})"
     print(line, flush=True)
 
 
