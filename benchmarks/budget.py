@@ -110,7 +110,7 @@ def summary(found: dict, config, counted: list[int], part: str) -> dict:
         "useful": {
             "flops": statistics.median(flops), "rate": spread(rates),
             **({"nominal": nominal, "share": statistics.median(rates) / nominal} if nominal else {}),
-            **({"goal": USEFUL} if nominal and not recompute else {}),
+            **({"goal": USEFUL} if nominal and part == "plain" else {}),
         },
     }  # fmt: skip
 
