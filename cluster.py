@@ -127,6 +127,7 @@ def ray_environment(address: str | None) -> None:
         defaults |= {
             "RAY_AUTH_MODE": "token",  # any user of the machine reaches loopback: without a token they could run code as us
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_task_events_report_interval_ms": "0",  # else its head keeps a record of every call, up to 100,000
             "RAY_ROTATION_MAX_BYTES": str(16 << 20),
             "RAY_ROTATION_BACKUP_COUNT": "1",
             # Rendezvous of torch, NCCL and vLLM: by default they take the interface that the host's name stands for.

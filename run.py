@@ -540,6 +540,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         # Passive: trainer and engine take turns on the same cores, and a thread that spins while it waits made an update
         # ten times slower beside one other busy process (two cores).
         common = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        # glibc makes up to eight heaps a core for threads, and each keeps what one checkpoint's writer has freed in it.
+        common["MALLOC_ARENA_MAX"] = "2"
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
         # The trainer's processes of one machine share its cores.
         several = {"OMP_NUM_THREADS": str(max(1, threads // r.train_gpus))} if r.train_gpus > 1 else {}
