@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -354,13 +355,23 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _read_lines(path: Path, torn: bool) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. `torn`: a last line without line feed is left out, otherwise it is an error."""
-    data = _read(path)
-    end = data.rfind(b"\n") + 1
-    if end < len(data) and not torn:
-        raise ValueError(f"{path}:{data.count(10) + 1}: the last line is torn")
-    return [_loads(line, f"{path}:{i}") for i, line in enumerate(data[:end].split(b"\n")[:-1], 1)]
+def _read_lines(path: Path, torn: bool) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, one at a time: a long run's do not stand in memory together. `torn`: a last line without
+    line feed is left out, otherwise it is an error."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{path}: not a plain file")
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    if torn:
+                        return
+                    raise ValueError(f"{path}:{number}: the last line is torn")
+                yield _loads(line[:-1], f"{path}:{number}")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _is_int(value: Any, at_least: int = 0) -> bool:
@@ -651,7 +662,7 @@ def append_rollouts(run: Path | str, update: int, rows: Iterable[Mapping[str, An
 
 def read_rollouts(run: Path | str, update: int) -> list[dict[str, Any]]:
     """The completions of one update. ValueError names file and line."""
-    return _read_lines(rollouts_file(run, update), torn=False)
+    return list(_read_lines(rollouts_file(run, update), torn=False))
 
 
 def append_metrics(run: Path | str, row: Mapping[str, Any]) -> None:
@@ -672,7 +683,7 @@ def _finite(value: Any) -> Any:
 def read_metrics(run: Path | str, torn: bool = True) -> list[dict[str, Any]]:
     """The metrics rows; [] when there are none yet. `torn`: whether an unfinished last line is passed over."""
     path = Path(run) / "metrics.jsonl"
-    return _read_lines(path, torn) if path.exists() else []
+    return list(_read_lines(path, torn)) if path.exists() else []
 
 
 def truncate_to(run: Path | str, updates: int) -> None:
@@ -718,10 +729,11 @@ def _check_records(run: Path, updates: int) -> None:
             raise ValueError(f"{path}: missing") from None
         if not whole:
             raise ValueError(f"{path}: empty or torn")
-    rows = [row.get("update") for row in read_metrics(run)[:updates]]
+    path = run / "metrics.jsonl"
+    rows = [row.get("update") for row in itertools.islice(_read_lines(path, torn=True), updates)] if path.exists() else []
     if rows != list(range(updates)):
         missing = next((i for i in range(updates) if i >= len(rows) or rows[i] != i), updates)
-        raise ValueError(f"{run / 'metrics.jsonl'}: update {missing} is missing or out of order")
+        raise ValueError(f"{path}: update {missing} is missing or out of order")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -737,11 +749,14 @@ def read_commits(run: Path | str) -> list[dict[str, Any]]:
 
     ValueError names the line of a record without whole number `version` and `epoch` and a `digest`.
     """
+    return list(_commits(run))
+
+
+def _commits(run: Path | str) -> Iterator[dict[str, Any]]:
     path = commits_file(run)
-    records = _read_lines(path, torn=True) if path.exists() else []
-    for line, record in enumerate(records, 1):
+    for line, record in enumerate(_read_lines(path, torn=True) if path.exists() else (), 1):
         _check_commit(record, f"{path}:{line}")
-    return records
+        yield record
 
 
 def _check_commit(record: Mapping[str, Any], where: str) -> None:
@@ -759,17 +774,19 @@ def append_commit(run: Path | str, record: Mapping[str, Any]) -> None:
     _subdirectory(run, "publications")
     _check_commit(record, "commit record")
     version, epoch, digest = record["version"], record["epoch"], record["digest"]
-    for old in (earlier := read_commits(run)):
+    last = None
+    for old in _commits(run):
         if old["version"] == version and old["digest"] != digest:
             raise GuardError(
                 f"version {version} was committed with digest {old['digest']} in epoch {old['epoch']}, now has {digest}"
             )
         if old["version"] == version and old["epoch"] == epoch:
             return
-    if earlier and epoch < earlier[-1]["epoch"]:
-        raise GuardError(f"version {version}: epoch {epoch} is older than the last committed, {earlier[-1]['epoch']}")
-    if earlier and epoch == earlier[-1]["epoch"] and version < earlier[-1]["version"]:
-        raise GuardError(f"version {version} is older than the last committed, {earlier[-1]['version']}")
+        last = old
+    if last and epoch < last["epoch"]:
+        raise GuardError(f"version {version}: epoch {epoch} is older than the last committed, {last['epoch']}")
+    if last and epoch == last["epoch"] and version < last["version"]:
+        raise GuardError(f"version {version} is older than the last committed, {last['version']}")
     _append_line(commits_file(run), record)
 
 

@@ -127,6 +127,7 @@ def ray_environment(address: str | None) -> None:
         defaults |= {
             "RAY_AUTH_MODE": "token",  # any user of the machine reaches loopback: without a token they could run code as us
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_task_events_report_interval_ms": "0",  # else its head keeps a record of every call, up to 100,000
             "RAY_ROTATION_MAX_BYTES": str(16 << 20),
             "RAY_ROTATION_BACKUP_COUNT": "1",
             # Rendezvous of torch, NCCL and vLLM: by default they take the interface that the host's name stands for.
@@ -270,14 +271,51 @@ def check_resources(bundles: list[dict], device: str, parts: str) -> None:
             )
 
 
-def each(actors: list, method: str, *args, patience: float | None = None):
-    """Call a method of every actor at once and wait for all, `patience` seconds at most. Returns what the first one answers;
-    raises what one of them raises at once, whether or not the others have answered."""
+PLACE_S = 6.0  # how long a cluster may take to find room: with leaving Ray, the run then ends within ten seconds
+
+
+class NoPlace(ValueError):
+    """The cluster has no room for what the run asks of it, or no longer."""
+
+
+def reserve(wanted: list[tuple[list[dict], str]], at_end: Callable) -> tuple[list, Callable[[], bool]]:
+    """Reserve placement groups, [(bundles, strategy)], until the run's end. Returns them, and a check whether all have their
+    place, for whoever waits for their actors to start. Both raise NoPlace when one has had none for PLACE_S.
+
+    Ray creates an actor whose group lost its place, as with its node, once there is room again, and says nothing meanwhile.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    groups, since = [], None
+    for bundles, strategy in wanted:
+        groups.append(placement_group(bundles, strategy=strategy))
+        at_end(remove_placement_group, groups[-1])  # ends the run's actors, also where the cluster is somebody else's
+
+    def check() -> bool:
+        nonlocal since
+        lacking = [n for n, group in enumerate(groups) if placement_group_table(group).get("state") != "CREATED"]
+        since = (since or time.monotonic()) if lacking else None
+        if lacking and time.monotonic() - since > PLACE_S:
+            bundles, _ = wanted[lacking[0]]
+            has, free = ray.cluster_resources(), ray.available_resources()
+            there = ", ".join(f"{has.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in bundles[0])
+            raise NoPlace(f"placement needs {bundles}; the cluster has {there}")
+        return not lacking
+
+    while not check():
+        time.sleep(0.1)
+    return groups, check
+
+
+def answers(refs: list, check: Callable[[], bool]) -> list:
+    """What `refs` become. Raises what one of them raises, or what `check`, asked every second, raises, whatever the others do."""
     import ray
 
     if len(actors) > 1:
         args = [ray.put(arg) for arg in args]  # pickled once, and one copy a node, not one an actor
-    return ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=patience)[0]
+    refs = [getattr(actor, method).remote(*args) for actor in actors]
+    return (answers(refs, check) if check else ray.get(refs, timeout=patience))[0]
 
 
 def check_address(address: str) -> None:

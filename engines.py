@@ -21,16 +21,19 @@ the same, and die together.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import checkpoint
+import cluster
 import rollout
 from checkpoint import GuardError
 
-START_S = 900.0  # a replacement that takes longer to start never will: its node is gone, say
+START_S = 900.0  # a replacement that takes longer to start never will
 
 
 class EngineDied(RuntimeError):
@@ -60,12 +63,15 @@ class Engines:
         count: engines.
         run: the run directory that commit records and logs go to.
         epoch: engine epoch of this start of the run.
+        check_place: asked every second while an engine starts; raises cluster.NoPlace where it has no place to start in.
 
     The actors are `rollout.RolloutEngine`s. What a constructor raises comes out as Ray's RayActorError.
     """
 
-    def __init__(self, start: Callable[[int], list], count: int, run: str, epoch: int):
-        self._start, self._run, self._epoch = start, run, epoch
+    def __init__(
+        self, start: Callable[[int], list], count: int, run: str, epoch: int, check_place: Callable[[], bool] = lambda: True
+    ):
+        self._start, self._run, self._epoch, self._check_place = start, run, epoch, check_place
         self._actors = [start(number) for number in range(count)]
         self._holder: tuple[str, str] | None = None  # (run, lock owner)
         self._send: Callable[[int], contextlib.AbstractContextManager] | None = None
@@ -158,17 +164,21 @@ class Engines:
     def _call(self, n: int, method: str, *arguments: Any) -> list:
         return [getattr(actor, method).remote(*arguments) for actor in self._actors[n]]
 
-    def _answer(self, n: int, refs: list, timeout: float | None = None) -> Any:
+    def _answer(self, n: int, refs: list, start_s: float | None = None) -> Any:
         """Rank 0's answer, when all ranks have given theirs. A failure is raised at once, as the other ranks may wait for that
-        one; but a rank whose peer died fails of it, perhaps before the death is known, and then it is the death that counts."""
+        one; but a rank whose peer died fails of it, perhaps before the death is known, and then it is the death that counts.
+        start_s: of an engine that is starting, how long it may take."""
         import ray
         from ray.exceptions import RayActorError
 
-        waiting = list(refs)
+        waiting, began = list(refs), time.monotonic()
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=timeout)
+            done, waiting = ray.wait(waiting, timeout=None if start_s is None else 1)
             if not done:
-                raise EngineDied(f"engine {n} was to be replaced and did not start within {timeout:g} s")
+                self._check_place()
+                if time.monotonic() - began > start_s:
+                    raise EngineDied(f"engine {n} was to be replaced and did not start within {start_s:g} s")
+                continue
             try:
                 ray.get(done)
             except RayActorError:
@@ -197,7 +207,8 @@ class Engines:
             self.say(f"{self._name(n)} died during {method}; another takes its place")
             for actor in self._actors[n]:
                 ray.kill(actor)  # the other ranks wait for the dead one
-            self._actors[n] = self._start(n)
+            with self._its_end_ends_the_run(n, "its start"):
+                self._actors[n] = self._start(n)
         for n in dead:
             with self._its_end_ends_the_run(n, "its start"):
                 self._meet(n, START_S)
@@ -222,17 +233,19 @@ class Engines:
 
         try:
             yield
+        except cluster.NoPlace as error:
+            raise EngineDied(f"{self._name(n)} died, and there is no place for another: {error}") from None
         except RayActorError:
             logs = [Path(self._run) / "logs" / f"{rollout.log_name(n, rank)}.log" for rank in range(len(self._actors[n]))]
             ends = "; ".join(map(_last_lines, logs))
             raise EngineDied(f"{self._name(n)} died a second time in this run, during {method}; {ends}") from None
 
-    def _meet(self, n: int, timeout: float | None = None) -> None:
+    def _meet(self, n: int, start_s: float = math.inf) -> None:
         """Wait until an engine has started."""
         import ray
 
         refs = self._call(n, "facts")
-        self._answer(n, refs, timeout)
+        self._answer(n, refs, start_s)
         self._facts[n] = ray.get(refs)
 
     def _name(self, n: int) -> str:

@@ -495,7 +495,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
     """Start (or join) Ray, and put trainers and engines on it. Yields Placed; stops what it started."""
     cluster.ray_environment(r.ray_address)  # Ray reads it when it is imported
     import ray
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
     import engines
@@ -503,8 +503,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
     import trainer
 
     with cluster.started_ray(r.ray_address, Path(r.output), r.train_gpus + r.rollout_gpus, complain) as at_end:
-        has = ray.cluster_resources()
-        device = r.device if r.device != "auto" else "cuda" if has.get("GPU") else "cpu"
+        device = r.device if r.device != "auto" else "cuda" if ray.cluster_resources().get("GPU") else "cpu"
         ranks = r.rollout_tensor_parallel_size
         count = r.rollout_gpus // ranks
         one = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
@@ -512,12 +511,9 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         trainers = [{"CPU": 2, "GPU": 1} if shared else one, *[one] * (r.train_gpus - 1)]
         bundles = [] if shared else [{kind: n * ranks for kind, n in one.items()}] * count  # an engine stays on one node
         cluster.check_resources(trainers + bundles, device, f"{len(trainers)} for the trainer, {count} × {ranks} for engines")
-        apart, groups = r.placement == "spread" and not shared, []
-        for wanted, strategy in [(trainers, "PACK"), (bundles, "SPREAD")] if apart else [(trainers + bundles, "PACK")]:
-            groups.append(placement_group(wanted, strategy=strategy))
-            at_end(remove_placement_group, groups[-1])  # ends the run's actors, also where the cluster is somebody else's
-            if not groups[-1].wait(10):
-                raise ValueError(f"placement needs {wanted}; of the cluster's {has} only {ray.available_resources()} are free")
+        apart = r.placement == "spread" and not shared
+        wanted = [(trainers, "PACK"), (bundles, "SPREAD")] if apart else [(trainers + bundles, "PACK")]
+        groups, check_place = cluster.reserve(wanted, at_end)
         gpu = one.get("GPU", 0)
         transport = r.publication_transport
         if transport == "auto":
@@ -547,6 +543,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         # Passive: trainer and engine take turns on the same cores, and a thread that spins while it waits made an update
         # ten times slower beside one other busy process (two cores).
         common = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        # glibc makes up to eight heaps a core for threads, and each keeps what one checkpoint's writer has freed in it.
+        common["MALLOC_ARENA_MAX"] = "2"
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
         # The trainer's processes of one machine share its cores.
         several = {"OMP_NUM_THREADS": str(max(1, threads // r.train_gpus))} if r.train_gpus > 1 else {}
@@ -575,7 +573,8 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             bundle = 0 if shared else number if apart else len(trainers) + number
             where = In(groups[-1], placement_group_bundle_index=bundle)
             meet = ray.remote(engines.free_address).options(num_cpus=0, scheduling_strategy=where)
-            settings = dataclasses.replace(engine_settings, number=number, rendezvous=ray.get(meet.remote()) if ranks > 1 else "")
+            address = cluster.answers([meet.remote()], check_place)[0] if ranks > 1 else ""
+            settings = dataclasses.replace(engine_settings, number=number, rendezvous=address)
             make = ray.remote(rollout.RolloutEngine).options(
                 num_cpus=1,
                 num_gpus=gpu / 2 if shared else gpu,
@@ -597,11 +596,12 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         held = str(Path(r.output).absolute())
         try:
             made = [make_trainer(rank) for rank in range(r.train_gpus)]
-            placed = Placed(made, engines.Engines(start_engine, count, held, epoch), device, transport)
+            placed = Placed(made, engines.Engines(start_engine, count, held, epoch, check_place), device, transport)
             if r.train_gpus > 1:
                 host = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == nodes[0])
-                cluster.each(placed.trainers, "start", ray.get(placed.trainers[0].rendezvous.remote(host)))
-            cluster.each(placed.trainers, "facts")
+                address = cluster.each(placed.trainers[:1], "rendezvous", host, check=check_place)
+                cluster.each(placed.trainers, "start", address, check=check_place)
+            cluster.each(placed.trainers, "facts", check=check_place)
         except ray.exceptions.RayActorError as error:
             raise cluster.constructed(error) from None
         yield placed

@@ -1,11 +1,12 @@
 """Does anything grow? Memory, open files and disk of every process of one long run on CPU, sampled while it goes on.
 
-    python benchmarks/long_run.py             # 500 updates of the tiny model, some minutes
+    python benchmarks/long_run.py             # 1,500 updates of the tiny model, some ten minutes
 
-GRPO on the shipped tiny model, a checkpoint every 25 updates. Memory is what each process holds alone (USS): what it shares
-with others changes when they come and go. The slope is a straight line through all samples of the second half. Beside it stand
-the gap between trainer's and engine's log-probabilities, early and late, and what is left when the run is over. Writes
-results/long_run.json.
+GRPO on the shipped tiny model, a checkpoint every 25 updates. Memory is the anonymous pages of each process, swapped out ones
+too. Pages of files (libraries) are left out: how many of them count as one process's own changes with what else runs on the
+machine, by 150 MiB where another process that had loaded torch ended. The slope is a straight line through all samples of the
+second half. Beside it stand the gap between trainer's and engine's log-probabilities, early and late, and what is left when
+the run is over. Writes results/long_run.json.
 """
 
 import argparse
@@ -44,6 +45,16 @@ def name_of(process: psutil.Process, driver: int) -> str:
     return next((name for part, name in NAMES.items() if part in line), line[:40] or process.name())
 
 
+def anonymous(pid: int) -> float:
+    """MiB of anonymous memory of a process, swapped out or not. psutil.NoSuchProcess where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        held = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return (held["Anonymous"] + held["Swap"]) / 2**10
+    except (OSError, KeyError):  # a zombie's is empty
+        raise psutil.NoSuchProcess(pid) from None
+
+
 def size(path: Path) -> int:
     """Bytes that a folder takes on disk; files may go while it is read."""
     total = 0
@@ -67,7 +78,7 @@ def sample(driver: psutil.Process, run: Path) -> dict:
     for process in [driver, *driver.children(recursive=True)]:
         try:
             name = name_of(process, driver.pid)
-            memory[name] = memory.get(name, 0) + process.memory_full_info().uss / 2**20
+            memory[name] = memory.get(name, 0) + anonymous(process.pid)
             handles[name] = handles.get(name, 0) + process.num_fds()
         except psutil.Error:
             continue
@@ -99,7 +110,7 @@ def slope(samples: list[dict], what: str, name: str, half: int) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=500, help="updates of the run (default 500)")
+    parser.add_argument("--updates", type=int, default=1500, help="updates of the run (default 1500)")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "long_run.json", help="evidence to write")
     options = parser.parse_args()
     samples = []

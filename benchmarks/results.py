@@ -356,7 +356,7 @@ def long_run() -> list[str]:
         "",
     ]
     show = lambda x: "" if x is None else f"{x:,.1f}"  # noqa: E731
-    for what, title in (("memory", "memory (USS), MiB"), ("handles", "open files"), ("disk", "disk, MiB")):
+    for what, title in (("memory", "memory (anonymous), MiB"), ("handles", "open files"), ("disk", "disk, MiB")):
         head = [title, *(f"update {u}" for u in e["points"]), "growth in 100 updates"]
         rows = [[n, *map(show, r["at"]), "" if r["per_100"] is None else f"{r['per_100']:+.2f}"] for n, r in e[what].items()]
         lines += table(head, rows)
@@ -365,6 +365,10 @@ def long_run() -> list[str]:
         f"Largest log-probability gap of an update, trainer against engine: median {gap:.1e} in the first {e['window']} updates,"
         f" {late:.1e} over the last. Seconds of an update: {first:.2f} and {last:.2f}. Left on the machine after it:"
         f" {left['processes']} processes, {left['files']} files or folders outside the run directory.",
+        "",
+        "What would grow by itself for thousands of updates has a bound that a run sets: the heaps that threads leave behind"
+        " (`MALLOC_ARENA_MAX`, run.py), the kernels that oneDNN keeps in an engine on CPU (rollout.py), Ray's record of every"
+        " call (cluster.py).",
         "",
     ]
     return lines

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -785,3 +786,24 @@ if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
     functions = {"hold": hold, "full_disk": full_disk, "crash_run": crash_run, "crash_resume": crash_resume}
     functions[name](*(arguments if name == "hold" else map(Path, arguments)))
+
+
+def test_what_a_commit_and_a_checkpoint_need_of_memory_does_not_grow_with_the_run(tmp_path):
+    checkpoint.create_run(tmp_path, {})
+    updates, record = 300, {"version": 1, "digest": "0" * 64, "epoch": 0, "more": "x" * 4000}
+    (tmp_path / "publications").mkdir(exist_ok=True)
+    lines = [json.dumps({**record, "version": v + 1}) + "\n" for v in range(updates)]
+    checkpoint.commits_file(tmp_path).write_text("".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"update": u, "more": "x" * 4000}) + "\n" for u in range(updates)))
+    for update in range(updates):
+        checkpoint.append_rollouts(tmp_path, update, [{}])
+    for work in (
+        lambda: checkpoint.append_commit(tmp_path, {**record, "version": updates + 1}),
+        lambda: checkpoint._check_records(tmp_path, updates),
+    ):
+        tracemalloc.start()
+        try:
+            work()
+            assert tracemalloc.get_traced_memory()[1] < 300_000  # of 1.2 MB that are looked through
+        finally:
+            tracemalloc.stop()

@@ -396,8 +396,58 @@ def test_a_busy_cluster_is_an_error_that_lists_what_is_needed_and_what_is_free(t
         to = ["--output", str(tmp_path / "run"), "--ray-address", address]
         code, output = job.run(*job.SMALL, *to, timeout=90, **token)
         last = output.splitlines()[-1]
-        assert code == 2 and "placement needs" in last and "'CPU': 1" in last and "'CPU': 0.5" in last, output
+        assert code == 2 and "placement needs [{'CPU': 1}, {'CPU': 1}]; the cluster has 2 CPU (0.5 free)" in last, output
         assert time.monotonic() - began < 45 and not (tmp_path / "run").exists()
         assert before <= {p.pid for p in processes(cluster.pid)}, "the run ended a process of somebody else's cluster"
+    finally:
+        cluster.communicate("")
+
+
+NODES = """
+import sys, time, ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+ray.init(cluster.address, log_to_driver=False)
+print(cluster.address, flush=True)
+while len(groups := placement_group_table()) < 2 or any(g["state"] != "CREATED" for g in groups.values()):
+    time.sleep(0.1)
+sys.stdin.readline()
+place = next(g["bundles_to_node_id"][0] for g in groups.values() if g["strategy"] == "SPREAD")
+cluster.remove_node(next(n for n in nodes if n.node_id == place))
+print("removed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before its actors start", "at work"])
+def test_an_engine_whose_node_goes_away_is_not_waited_for(when, tmp_path, short):
+    """The trainer is on one node and the engine on another: reserved, but an actor that has no place any more would be
+    created when there is one, and Ray waits for that without a word."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    environment = job.environment(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_TMPDIR=short, **token)
+    words = [sys.executable, "-c", NODES]
+    cluster = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1)
+    run, stall = tmp_path / "run", 5  # long enough for Ray to give the node up
+    try:
+        more = ["--placement", "spread", "--output", str(run), "--ray-address", cluster.stdout.readline().strip()]
+        early = job.seam(f"cluster:reserve:after:1:stall={stall}") if when == "before its actors start" else {}
+        process = job.start(*job.SMALL, "--updates", "5000", *more, **token, **early)
+        if not early:
+            wait_for(lambda: process.poll() is not None or (run / "metrics.jsonl").exists())
+        cluster.stdin.write("now\n")
+        assert cluster.stdout.readline() == "removed\n"
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        seconds, last = time.monotonic() - began, output.splitlines()[-1]
+        assert "placement needs [{'CPU': 1}]; the cluster has 1 CPU (" in last, output
+        if early:
+            assert process.returncode == 2 and seconds < stall + 10 + 3 and not run.exists(), (seconds, output)
+        else:
+            assert process.returncode == 1 and "engine 0 (pid " in last and "no place for another: " in last, output
+            assert seconds < 30, output
     finally:
         cluster.communicate("")
