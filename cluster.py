@@ -312,6 +312,20 @@ def answers(refs: list, check: Callable[[], bool]) -> list:
     """What `refs` become. Raises what one of them raises, or what `check`, asked every second, raises, whatever the others do."""
     import ray
 
+    waiting = refs
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=1)
+        ray.get(done)
+        if not done:
+            check()
+    return ray.get(refs)
+
+
+def each(actors: list, method: str, *args, patience: float | None = None, check: Callable[[], bool] | None = None):
+    """Call a method of every actor at once and wait for all, `patience` seconds at most. Returns what the first one answers;
+    raises what one of them raises at once, whether or not the others have answered. check: as `answers` has it."""
+    import ray
+
     if len(actors) > 1:
         args = [ray.put(arg) for arg in args]  # pickled once, and one copy a node, not one an actor
     refs = [getattr(actor, method).remote(*args) for actor in actors]
