@@ -315,6 +315,26 @@ def update() -> list[str]:
     return [*lines, sentence, ""]
 
 
+def start() -> list[str]:
+    e = load("start.json")
+    lines = ["## From the command to the first tokens", ""]
+    if not e:
+        return [*lines, "Not run.", ""]
+    rows = []
+    for name, s in e["seconds"].items():
+        goal = e["goals"].get(name)
+        kept = "" if goal is None else f"{goal}: {'yes' if s['median'] <= goal else '**no**'}"
+        rows.append([name, f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})", kept])
+    return [
+        *lines,
+        f"The tiny model on {e['machine']['cores']} cores ({e['machine']['cpu']}), warm, {e['times']} times; seconds from the"
+        " command: median (least to most). The first token is earlier than the end of the first rollout. Made by"
+        " `benchmarks/start.py`.",
+        "",
+        *table(["until", "seconds", "within the goal"], rows),
+    ]
+
+
 def loss_memory() -> list[str]:
     found = load("loss_memory.json") or {}
     lines = ["## Memory of the loss at the official vocabulary", ""]
@@ -390,6 +410,7 @@ def main() -> None:
         *products(),
         *learning(),
         *update(),
+        *start(),
         *loss_memory(),
         *long_run(),
     ]
