@@ -22,6 +22,7 @@ def trainer_gib(
     data: int = 1,
     sequence_parallel: bool = False,
     distributed_optimizer: bool = False,
+    split: bool = False,
 ) -> dict:
     """GiB on each of the trainer's GPUs at the peak of a step, {what: GiB}; `total` is their sum.
 
@@ -34,7 +35,8 @@ def trainer_gib(
     hidden size, which `sequence_parallel` cuts, too (at the end all tokens' hidden states come together, with a gradient).
     Gradients: autograd holds a weight's gradient until all its uses are done, and adds it to the FP32 buffer then. That is the
     LM head's when the backward pass begins, with all activations there; and those of all layers when it has passed the last
-    loop, with one loop's activations fewer. Whichever is more is the peak.
+    loop, with one loop's activations fewer. With `split` (matmul.py; without tensor parallelism) products add them to the buffer
+    at once, and only the embedding's is left, when all activations are gone. Whichever is most is the peak.
     """
     element = 4 if precision == "fp32" else 2
     shared = (0 if precision == "fp32" else 4) + (8 if optimizer == "adam" else 0)
@@ -48,16 +50,18 @@ def trainer_gib(
     ends = 2 * h if sequence_parallel else 0
     # trainer.LOGIT_ELEMENTS: chunks of rows, about six such tensors alive in the backward pass.
     logits = 6 * 4 * min(2**25, tokens * config.vocab_size // tensor)
-    layers = networks[0] - 2 * config.vocab_size * h // tensor
+    embedding = config.vocab_size * h // tensor
+    layers, direct = networks[0] - 2 * embedding, split and tensor == 1
 
-    def moment(visits: int, gradients: int, logits: int) -> dict:
+    def moment(visits: int, gradients: int, logits: int, tokens: int = tokens) -> dict:
         activations = element * tokens * ((visits * kept + visit if recompute else visits * visit) + ends)
         parts = {"state": state, "activations": activations, "gradients in flight": element * gradients, "logits": logits}
         return {what: size / GIB for what, size in parts.items()}
 
-    begins = moment(visits, config.vocab_size * h // tensor, logits)
-    passed = moment(visits - config.num_hidden_layers, layers if config.num_loops > 1 else 0, 0)
-    parts = max(begins, passed, key=lambda parts: sum(parts.values()))
+    begins = moment(visits, 0 if direct else embedding, logits)  # the LM head is as large as the embedding
+    passed = moment(visits - config.num_hidden_layers, 0 if direct or config.num_loops == 1 else layers, 0)
+    ended = moment(0, embedding, 0, tokens=0)
+    parts = max(begins, passed, ended, key=lambda parts: sum(parts.values()))
     return {**parts, "total": sum(parts.values())}
 
 
@@ -144,8 +148,13 @@ def trainer_of(r, config) -> dict:
     return trainer_gib(
         config, critic=r.algorithm != "grpo", precision=r.precision, optimizer=r.optimizer, recompute=r.recompute,
         offload=r.offload_train, tokens=max(longest, min(r.micro_batch_tokens, batch)), tensor=r.tensor_model_parallel_size,
-        data=data, sequence_parallel=r.sequence_parallel, distributed_optimizer=r.distributed_optimizer,
+        data=data, sequence_parallel=r.sequence_parallel, distributed_optimizer=r.distributed_optimizer, split=split_matmul(r),
     )  # fmt: skip
+
+
+def split_matmul(r) -> bool:
+    """Whether run.Recipe `r` takes its products as matmul.py does, if what `--device auto` finds is a GPU; see run.place."""
+    return r.split_matmul and r.device != "cpu" and (r.precision, r.matmul_precision) == ("fp32", "highest")
 
 
 def checkpoint_bytes(r, config) -> int:

@@ -1,10 +1,10 @@
 """How many seconds an update will take, worked out before it starts: `python run.py --dry-run …` prints it.
 
 A model of *this* program on H200s, phase by phase as `seconds` in metrics.jsonl has them: each phase is a sum of parts, and a
-part is an amount of work (FLOP, bytes, tokens) over a rate. Rates are in `Hardware`, each with where it comes from: ten were
-measured on one H200 before the project, and two are set from one phase each of one of its runs. docs/scaling.md holds the rest of
-what was measured against them (`python benchmarks/predict.py`). Rates between GPUs are nominal or assumed: several GPUs were
-never measured, so for them this is prediction.
+part is an amount of work (FLOP, bytes, tokens) over a rate. Rates are in `Hardware`, each with where it comes from: eleven were
+measured on one H200 before the project, two are set from one phase each of one of its runs, and two from its float32 products
+alone. docs/scaling.md holds the rest of what was measured against them (`python benchmarks/predict.py`). Rates between GPUs are
+nominal or assumed: several GPUs were never measured, so for them this is prediction.
 
 What it leaves out: the start (a minute or two) and the first update, which captures graphs; kernels that are not matrix products
 (they are in the measured rate of a forward pass); grading; the loader's and Ray's time for a call; what happens when the KV cache
@@ -23,6 +23,7 @@ from collections.abc import Mapping
 import plan
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache: the prefix cache holds whole ones
+FEW_ROWS = 64  # as in matmul.py, which imports torch: completions that a decode step of split products may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,13 @@ class Hardware:
     `matmul`: notes, 145 TFLOP of a forward and a backward pass with recompute (16 × 176 tokens, official shape) in 3.02, 0.70 and
     0.37 s; fp16 as bf16. `attention`: the share of it that attention reaches, assumed. `memory`: notes, reading weights.
     `decode`: the share of that which a decode step reaches: the bytes of one of 16 sequences over 23 and 8 ms (notes); tf32 as
-    fp32, fp16 as bf16.
+    fp32, fp16 as bf16. With split products: over 11 ms, which is 23 ms with cuBLAS's 16-row products taken out and those of
+    matmul.py put in (19.9 and 7.9 ms, results/products.json). `parts`: what sums in parts add to a forward pass, from the
+    forward and both gradients there (2.122 s in place of 2.068).
     `digest`: BLAKE3 of a tensor on the GPU, from the 0.98 s in which GRPO published 16.7 GB, hashed twice
-    (results/official/grpo.json; the notes have 24 GB/s, of another loop). `snapshot`: copies to fresh host memory, from the
-    1.95 s of its checkpoint. `pageable`, `shm`, `disk`, `load`: notes, moving weights; the lower where they give a range.
+    (results/official/grpo.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host, which fills fresh
+    host memory, from the 1.95 s of its checkpoint. `pinned`, `shm`, `disk`, `load`: notes, moving weights; the lower where they
+    give a range.
     `nvlink`, `network`: a GPU's, one way; nominal (450 GB/s; 400 Gb/s a GPU, eight network cards a node). `ring`: the share that
     NCCL's ring reaches of them; `hop`: a step of a ring. Both assumed.
     `share_node`, `share_all`: a shared file system, one node's and all nodes' together. Assumed.
@@ -52,11 +56,12 @@ class Hardware:
     attention: float = 1.0
     memory: float = 4.1e12
     decode: Mapping[str, float] = dataclasses.field(
-        default_factory=lambda: {"fp32": 0.30, "tf32": 0.30, "bf16": 0.43, "fp16": 0.43}
+        default_factory=lambda: {"fp32": 0.30, "split": 0.626, "tf32": 0.30, "bf16": 0.43, "fp16": 0.43}
     )
+    parts: float = 0.079
     digest: float = 34e9
     snapshot: float = 11.4e9
-    pageable: float = 1.5e9
+    pinned: float = 55e9
     shm: float = 2.1e9
     disk: float = 2.5e9
     load: float = 4e9
@@ -68,7 +73,7 @@ class Hardware:
     share_all: float = 50e9
     driver_receive: float = 180e-9  # unpickles what engines answer
     driver_decode: float = 330e-9  # text for the reward
-    driver_send: float = 60e-9  # pickles the batch, once for every trainer process (cluster.each)
+    driver_send: float = 60e-9  # pickles the batch, once for all trainer processes (cluster.each)
     driver_write: float = 1.6e-6  # rollouts/*.jsonl
     rank_receive: float = 270e-9  # every trainer process unpickles the whole batch and makes tensors of it
 
@@ -184,6 +189,8 @@ def publish(r, config, hw: Hardware) -> dict[str, float]:
         "trainer's digest": size / t / hw.digest + ring(hw, size, t, both=False),
         "engines' digest": size / ranks / hw.digest + ring(hw, size, ranks, both=False),
     }
+    if r.offload_train:
+        parts["actor for critic"] = exchange(r, config, hw)
     how = transport(r)
     if how == "ipc":
         return parts | {"engines read": 2 * size / hw.memory}
@@ -193,7 +200,12 @@ def publish(r, config, hw: Hardware) -> dict[str, float]:
     read = size / hw.load  # every rank of every engine reads the whole, a node once from the file system
     if shared:
         write, read = max(write, size / hw.share_node), read + max(size / hw.share_node, size * nodes / hw.share_all)
-    return parts | {"to the host": size / t / hw.pageable, "to a file": write, "engines read": read}
+    return parts | {"to the host": size / t / hw.snapshot, "to a file": write, "engines read": read}
+
+
+def exchange(r, config, hw: Hardware) -> float:
+    """With --offload-train: one network goes to pinned host memory and the other comes back, with the optimizer's state."""
+    return plan.checkpoint_bytes(r, config) / r.tensor_model_parallel_size / hw.pinned
 
 
 def transport(r) -> str:
@@ -219,7 +231,8 @@ def rollout(r, config, mean: float, hw: Hardware) -> dict[str, float]:
     def step(alive: float, length: float) -> float:
         """Seconds of a decode step: the memory's or the arithmetic's, whichever is longer, and the ranks' sums."""
         each = alive * (token_flops(config) + head_flops(config, 1)) + 2 * attention_flops(config, alive * length)
-        moved = step_bytes(config, element, alive, length, ranks) / (hw.memory * hw.decode[kind])
+        share = hw.decode["split" if plan.split_matmul(r) and alive <= FEW_ROWS else kind]
+        moved = step_bytes(config, element, alive, length, ranks) / (hw.memory * share)
         return max(moved, each / ranks / hw.matmul[kind]) + sums(alive)
 
     slots = min(r.max_num_seqs, len(lengths))
@@ -236,20 +249,21 @@ def rollout(r, config, mean: float, hw: Hardware) -> dict[str, float]:
 
 def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
     """Of the data-parallel rank with most work. Forward 1, backward 2 (attention 2.5), with recompute the layers once more; a
-    critic is scored first; flow-dppo scores half and steps twice."""
+    critic is scored first; flow-dppo scores half and steps twice. Split products make a forward pass longer."""
     kind, t, element = arithmetic(r), r.tensor_model_parallel_size, element_bytes(r)
     data, p = r.train_gpus // t, r.max_prompt_len
     again, critic, flow = float(r.recompute), r.algorithm != "grpo", r.algorithm == "flow-dppo"
-    # Passes over the layers' matrices, over attention, over the LM head.
-    matrices, attention, head = 3 + again, 3.5 + again, 3.0
+    # Passes over the layers' matrices (of which forward), over attention, over the LM head.
+    matrices, forward, attention, head = 3 + again, 1 + again, 3.5 + again, 3.0
     if critic:
-        matrices, attention = 2 * matrices + 1, 2 * attention + 1
+        matrices, forward, attention = 2 * matrices + 1, 2 * forward + 1, 2 * attention + 1
     if flow:
-        matrices, attention, head = matrices + 0.5, attention + 0.5, head + 0.5
+        matrices, forward, attention, head = matrices + 0.5, forward + 0.5, attention + 0.5, head + 0.5
+    parts = hw.parts if plan.split_matmul(r) and t == 1 else 0.0
     shares = divided(tuple(responses), p, data, r.micro_batch_tokens)
     work = []
     for fed, rows, area in shares:
-        flops = matrices * fed * token_flops(config) + head * head_flops(config, rows)
+        flops = (matrices + parts * forward) * fed * token_flops(config) + (head + parts * (head - 2)) * head_flops(config, rows)
         flops += attention * attention_flops(config, area) / hw.attention
         work.append((flops / t / hw.matmul[kind], fed))
     slowest, fed = max(work)
@@ -277,7 +291,8 @@ def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
         "tensor-parallel sums": talk,
         "gradient sums": steps * gradients,
         "optimizer": steps * optimizer,
-        "to the trainers": sum(responses) * hw.driver_send * r.train_gpus,
+        "actor for critic": 3 * exchange(r, config, hw) if r.offload_train else 0.0,
+        "to the trainers": sum(responses) * hw.driver_send,
         "trainers unpickle": sum(responses) * hw.rank_receive,
     }
 
@@ -320,6 +335,9 @@ def checkpoint(r, config, hw: Hardware) -> dict[str, dict[str, float]]:
     nodes = math.ceil(r.train_gpus / hw.gpus_per_node)
     rate = min(nodes * hw.share_node, hw.share_all) if r.ray_address else hw.disk
     write, read = 2 * size / rate, size / min(hw.digest, hw.share_node if r.ray_address else hw.digest)  # a sync doubles a write
+    if r.train_gpus == 1 and r.offload_train:  # host memory holds the network that is away: written while the loop waits
+        parts = {"digest": digest, "actor for critic": 4 * exchange(r, config, hw), "write": write}
+        return {"checkpoint": parts, "writer": {"hash of the files": read}}
     if r.train_gpus == 1:
         waits = {"digest": digest, "copy": size / hw.snapshot}
         return {"checkpoint": waits, "writer": {"write": write, "hash of the files": read}}

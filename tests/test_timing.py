@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import layout
+import matmul
 import plan
 import provider
 import run as command
@@ -77,21 +78,50 @@ def test_a_rollout_takes_as_many_steps_as_its_longest_completion_and_more_where_
     assert uneven["decode, engine half empty"] == pytest.approx(uneven["decode"], rel=0.2)
 
 
+def test_a_decode_step_of_split_products_is_faster_up_to_as_many_rows_as_they_take():
+    assert timing.FEW_ROWS == matmul.FEW_ROWS
+    for rows, faster in ((1, True), (64, True), (65, False)):
+        r = recipe(rollout_batch_size=rows, n_samples_per_prompt=1, algorithm="ppo")
+        split, plain = (
+            timing.rollout(dataclasses.replace(r, split_matmul=on), CONFIG, 1.0, H200)["decode"] for on in (True, False)
+        )
+        assert split < plain if faster else split == plain, rows
+    for other in ({"precision": "bf16"}, {"matmul_precision": "high"}, {"device": "cpu"}):
+        assert plan.split_matmul(recipe()) and not plan.split_matmul(recipe(**other))
+
+
 def test_training_counts_passes_as_the_trainer_makes_them():
     responses = [48] * 16
-    one, again = (timing.train(recipe(recompute=on), CONFIG, responses, H200)["forward and backward"] for on in (False, True))
+
+    def train(**settings):
+        return timing.train(recipe(**settings), CONFIG, responses, H200)["forward and backward"]
+
+    one, again = (train(recompute=on, split_matmul=False) for on in (False, True))
     layers = 16 * 175 * 12_595_494_912
     assert one * H200.matmul["fp32"] == pytest.approx(3 * (layers + 768 * 1_020_788_736), rel=0.01)  # attention is 1% of it
     assert (again - one) * H200.matmul["fp32"] == pytest.approx(layers, rel=0.01)
-    critic = timing.train(recipe(algorithm="ppo"), CONFIG, responses, H200)["forward and backward"]
-    assert (critic - one) * H200.matmul["fp32"] == pytest.approx(4 * layers, rel=0.01)
+    assert (train(algorithm="ppo", split_matmul=False) - one) * H200.matmul["fp32"] == pytest.approx(4 * layers, rel=0.01)
+    # Sums in parts: forward once, with recompute the layers twice; a critic's two passes more. Not with tensor parallelism.
+    head = 768 * 1_020_788_736
+    for settings, layer_passes in (({}, 1), ({"recompute": True}, 2), ({"algorithm": "ppo"}, 3)):
+        more = train(**settings) - train(**settings, split_matmul=False)
+        assert more * H200.matmul["fp32"] == pytest.approx(H200.parts * (layer_passes * layers + head)), settings
+    two = {"train_gpus": 2, "tensor_model_parallel_size": 2}
+    assert train(**two) == train(**two, split_matmul=False)
 
 
-def test_more_trainers_divide_the_work_and_are_each_sent_the_whole_batch():
+def test_with_offload_the_networks_change_places_three_times_a_training_and_once_a_publication():
+    r = recipe(algorithm="ppo", offload_train=True)
+    both = 4 * (plan.weights(CONFIG) + plan.weights(CONFIG, critic=True)) / H200.pinned
+    assert timing.train(r, CONFIG, [48] * 16, H200)["actor for critic"] == pytest.approx(3 * both)
+    assert timing.publish(r, CONFIG, H200)["actor for critic"] == pytest.approx(both)
+
+
+def test_more_trainers_divide_the_work_and_are_sent_the_whole_batch_once():
     responses = [1000] * 64
     few, many = (timing.train(recipe(train_gpus=n), CONFIG, responses, H200) for n in (4, 64))
     assert many["forward and backward"] == pytest.approx(few["forward and backward"] / 16)
-    assert many["to the trainers"] == 16 * few["to the trainers"]
+    assert many["to the trainers"] == few["to the trainers"]
     assert many["trainers unpickle"] == few["trainers unpickle"]
 
 
@@ -103,11 +133,23 @@ def test_what_a_token_costs_the_driver_is_what_was_measured():
 
 
 def test_a_looped_model_holds_the_gradients_of_all_layers_beside_their_buffer():
-    r = recipe(algorithm="ppo", recompute=True)
+    r = recipe(algorithm="ppo", recompute=True, split_matmul=False)
     body = 3_148_873_728 + 45 * 3072
     assert plan.trainer_of(r, CONFIG)["gradients in flight"] == pytest.approx(4 * body / 2**30)
     once = dataclasses.replace(CONFIG, num_loops=1)
     assert plan.trainer_of(r, once)["gradients in flight"] == pytest.approx(4 * 166144 * 3072 / 2**30)  # the LM head's
+
+
+def test_split_products_leave_only_the_embeddings_gradient_beside_the_buffer():
+    r = recipe(algorithm="ppo", recompute=True, offload_train=True, micro_batch_tokens=1024)
+    found, embedding = plan.trainer_of(r, CONFIG), 4 * 166144 * 3072 / 2**30
+    assert (found["gradients in flight"], found["activations"]) == (pytest.approx(embedding), 0)
+    more = plan.trainer_of(dataclasses.replace(r, micro_batch_tokens=16384), CONFIG)  # then the activations are the peak
+    assert more["gradients in flight"] == 0 < embedding < more["activations"] + more["logits"]
+    without = plan.trainer_of(dataclasses.replace(r, split_matmul=False), CONFIG)
+    two = dataclasses.replace(r, train_gpus=2, tensor_model_parallel_size=2)
+    assert without["total"] - found["total"] > 9
+    assert plan.trainer_of(two, CONFIG) == plan.trainer_of(dataclasses.replace(two, split_matmul=False), CONFIG)
 
 
 def test_each_weights_gradient_of_a_looped_model_arrives_once():
@@ -128,8 +170,8 @@ def test_each_weights_gradient_of_a_looped_model_arrives_once():
 
 def test_a_dry_run_says_seconds_where_there_may_be_gpus():
     lines = plan.time_lines(recipe(colocate=True, optimizer="sgd"), CONFIG)
-    assert lines[0].startswith("time        about 4.6 s an update on H200s") and "train 2.3" in lines[1]
+    assert lines[0].startswith("time        about 4.1 s an update on H200s") and "train 2.4" in lines[1]
     assert plan.time_lines(recipe(device="cpu"), CONFIG) == []
     assert plan.time_lines(recipe(), provider.read_config(job.TINY / "model")) == []
-    many = recipe(ray_address="10.0.0.1:6379", train_gpus=256, rollout_gpus=768, rollout_batch_size=2048, max_response_len=32768)
-    assert "to the trainers" in plan.time_lines(many, CONFIG)[1]
+    many = {"train_gpus": 256, "rollout_gpus": 768, "rollout_batch_size": 2048, "max_response_len": 32768, "precision": "bf16"}
+    assert "largest part rollout: decode" in plan.time_lines(recipe(ray_address="10.0.0.1:6379", **many), CONFIG)[1]
