@@ -702,8 +702,8 @@ def _truncate_metrics(run: Path, updates: int) -> None:
     if not path.exists():
         return
     old = _read(path)
-    kept = [row for row in read_metrics(run) if _is_int(row.get("update")) and row["update"] < updates]
-    new = b"".join(_dumps(row) + b"\n" for row in kept)
+    # By position, as `_check_records` counted them; what stands after them goes unread, whatever befell it.
+    new = b"".join(line + b"\n" for line in old.split(b"\n")[:-1][:updates])
     if new != old:
         write_atomic(path, new)
 
@@ -731,8 +731,8 @@ def _check_records(run: Path, updates: int) -> None:
             raise ValueError(f"{path}: empty or torn")
     path = run / "metrics.jsonl"
     rows = [row.get("update") for row in itertools.islice(_read_lines(path, torn=True), updates)] if path.exists() else []
-    if rows != list(range(updates)):
-        missing = next((i for i in range(updates) if i >= len(rows) or rows[i] != i), updates)
+    missing = next((i for i in range(updates) if i >= len(rows) or not _is_int(rows[i]) or rows[i] != i), None)
+    if missing is not None:
         raise ValueError(f"{path}: update {missing} is missing or out of order")
 
 

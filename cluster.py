@@ -47,24 +47,20 @@ def started_ray(address: str | None, run: Path, processes: int, complain: Callab
     with contextlib.ExitStack() as stack:
         stack.callback(done.set)
         terminate = signal.getsignal(signal.SIGTERM)
-        # Ctrl-C reaches the whole foreground process group: Ray's processes, started here, inherit a blocked SIGINT.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            if address:
-                check_address(address)
-                stack.callback(leave)
-                ray.init(address=address, **quiet)
-            else:
-                folder = stack.enter_context(ray_folder(run))
-                stack.callback(leave)
-                cpus = max(processes, os.cpu_count())  # they take turns on the cores that there are
-                ray.init(
-                    "local", num_cpus=cpus, _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=folder, **quiet
-                )
-                end_with_this_process([pid for raylet in children(os.getpid(), folder) for pid in children(raylet, "")])
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            signal.signal(signal.SIGTERM, terminate)  # ray.init put its own in place, which ends the process at once
+        leave_signals_alone()
+        if address:
+            check_address(address)
+            stack.callback(leave)
+            ray.init(address=address, **quiet)
+        else:
+            folder = stack.enter_context(ray_folder(run))
+            stack.callback(leave)
+            cpus = max(processes, os.cpu_count())  # they take turns on the cores that there are
+            ray.init(
+                "local", num_cpus=cpus, _node_ip_address="127.0.0.1", include_dashboard=False, _temp_dir=folder, **quiet
+            )
+            end_with_this_process([pid for raylet in children(os.getpid(), folder) for pid in children(raylet, "")])
+        signal.signal(signal.SIGTERM, terminate)  # Ray's core, in C++, has put one in place that prints its stack
         here = next(n for n in ray.nodes() if n["NodeID"] == ray.get_runtime_context().get_node_id())
         if not address and here["NodeManagerAddress"] != "127.0.0.1":
             raise RuntimeError(f"Ray was to listen on 127.0.0.1 alone, and took {here['NodeManagerAddress']}")
@@ -80,6 +76,18 @@ def started_ray(address: str | None, run: Path, processes: int, complain: Callab
                 raise ray_died(lost) from None
             failed.append(error)
             raise
+
+
+def leave_signals_alone() -> None:
+    """Keep Ray from what it does with signals: Ctrl-C in a terminal, `timeout` and SLURM signal a whole process group, and the
+    run then finishes its update and saves. So Ray's processes start in groups of their own (the kernel ends them with this
+    process all the same), and its handler, which ends the process at once, is not put in place. Ray has no settings for either
+    (2.56 to 2.60)."""
+    from ray._private import services, utils
+
+    start = services.ConsolePopen
+    services.ConsolePopen = lambda *args, **options: start(*args, process_group=0, **options)
+    utils.set_sigterm_handler = lambda handler: None
 
 
 def children(parent: int, argument: str) -> list[int]:

@@ -286,7 +286,7 @@ def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
         optimizer += share * optimizer_bytes(r, data) / hw.memory
     return {
         "forward and backward": average,
-        "waiting for the slowest rank": slowest - average,
+        "waiting for the slowest rank": max(0.0, slowest - average),
         "LM head's gradient into its buffer": head_adds,
         "tensor-parallel sums": talk,
         "gradient sums": steps * gradients,

@@ -451,6 +451,26 @@ def test_truncation_leaves_what_the_resume_point_contains_and_nothing_else(tmp_p
     checkpoint.verify_checkpoint(tmp_path, 1)
 
 
+@pytest.mark.parametrize("after", [b"\0\0\0\n", b'{"update": 0}\n', b"{torn", b"\xff\n{}\n"])
+def test_whatever_follows_the_resume_point_is_dropped_unread(tmp_path, after):
+    ToyRun(tmp_path, keep=9).go()
+    path = tmp_path / "metrics.jsonl"
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    path.write_bytes(first + after)
+    checkpoint.verify_checkpoint(tmp_path, 1)
+    checkpoint.truncate_to(tmp_path, 1)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize("update", [b"true", b"0.0", b"false", b"null"])
+def test_an_update_that_is_no_whole_number_does_not_verify(tmp_path, update):
+    ToyRun(tmp_path, keep=9).go()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"update":0', b'"update":' + update, 1))
+    with pytest.raises(ValueError, match="update 0 is missing or out of order"):
+        checkpoint.verify_checkpoint(tmp_path, 1)
+
+
 def test_broken_json_is_one_clear_line_with_file_and_line(tmp_path):
     bad = [
         b"{",

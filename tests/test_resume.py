@@ -15,6 +15,7 @@ import pytest
 
 import audit
 import checkpoint
+import cluster
 import run as command
 
 HELD_OUT = ["--eval-data", str(job.TINY / "heldout.jsonl"), "--eval-interval", "1", "--eval-samples", "1"]
@@ -96,6 +97,20 @@ def test_stopped_moved_and_resumed_with_other_free_settings_equals_uninterrupted
     for path in (p for p in moved.rglob("*") if p.is_file()):
         data = path.read_bytes()
         assert str(run).encode() not in data and str(moved).encode() not in data, f"{path} holds where the run lies"
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_process_group_while_ray_starts_waits_for_the_first_update(whole, tmp_path):
+    """As `timeout` and SLURM send it. Ray's own processes go on, and its own handler does not end the run."""
+    run = tmp_path / "run"
+    process = job.start(*arguments("grpo"), "--output", str(run))
+    wait_for(lambda: cluster.children(process.pid, "gcs_server"))
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 143, output
+    assert "stopped after update 1 of 3, saved" in output
+    resumed(run)
+    equal(whole("grpo"), run)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ a generator): `before` it, `after` it, `during` it (0.05 s after it began), or b
     kill         SIGKILL to the run's driver (SEAM_DRIVER, see job.py) and then to this process
     die          SIGKILL to this process alone
     interrupt    SIGINT to the driver's process group, as a terminal's Ctrl-C
-    terminate    SIGTERM to the driver
+    terminate    SIGTERM to the driver's process group, as `timeout` and SLURM send it
     stall=S      this process waits there for S seconds
     full=BYTES   from here on no file that this process writes may grow beyond BYTES
     clock=S      from here on this process's wall clock (time.time, time.time_ns) is S seconds away from the true one
@@ -35,7 +35,7 @@ def _act(what: str) -> None:
     elif what == "interrupt":
         os.killpg(driver, signal.SIGINT)
     elif what == "terminate":
-        os.kill(driver, signal.SIGTERM)
+        os.killpg(driver, signal.SIGTERM)
     elif what == "stall":
         time.sleep(float(number))
     elif what == "full":
