@@ -161,8 +161,9 @@ def refusal(why: str):
 def parse(argv: list[str]) -> tuple[dict, set[str]]:
     """Command line → ({setting: value}, names of those that were given). argparse exits with 2 on what it cannot read."""
     parser = argparse.ArgumentParser(
-        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s --model DIR --data FILE --output RUN [options]   (--help lists them)",
+    )  # fmt: skip
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(Recipe):
         meta = field.metadata

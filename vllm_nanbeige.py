@@ -90,7 +90,7 @@ class KeptLinearMethod(UnquantizedLinearMethod):
 
 
 class SplitLinearMethod(UnquantizedLinearMethod):
-    """Float32 products on tensor cores (`matmul`)."""
+    """Float32 products as `matmul` takes them."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return matmul.linear(x, layer.weight)
