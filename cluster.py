@@ -43,6 +43,8 @@ def started_ray(address: str | None, run: Path, processes: int, complain: Callab
         elif folder:  # it would wait for the head
             for pid in children(os.getpid(), folder):
                 os.kill(pid, signal.SIGKILL)
+            for helper in _helpers:
+                helper.communicate()  # and now the agents, which would write to the folder again
 
     with contextlib.ExitStack() as stack:
         stack.callback(done.set)
@@ -135,7 +137,7 @@ def ray_environment(address: str | None) -> None:
         defaults |= {
             "RAY_AUTH_MODE": "token",  # any user of the machine reaches loopback: without a token they could run code as us
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_task_events_report_interval_ms": "0",  # else its head keeps a record of every call, up to 100,000
+            "RAY_task_events_max_num_task_in_gcs": "1000",  # records of calls that its head keeps; 100,000 by default
             "RAY_ROTATION_MAX_BYTES": str(16 << 20),
             "RAY_ROTATION_BACKUP_COUNT": "1",
             # Rendezvous of torch, NCCL and vLLM: by default they take the interface that the host's name stands for.
@@ -184,7 +186,11 @@ def ray_folder(run: Path):
                     shutil.copytree(logs, run / "logs" / "ray", ignore=_SECRETS, dirs_exist_ok=True)
         raise
     finally:
-        shutil.rmtree(mine, ignore_errors=True)
+        for _ in range(50):  # a process of Ray's that is about to end may still write there
+            shutil.rmtree(mine, ignore_errors=True)
+            if not mine.exists():
+                break
+            time.sleep(0.1)
         os.close(fd)
 
 
