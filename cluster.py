@@ -43,8 +43,6 @@ def started_ray(address: str | None, run: Path, processes: int, complain: Callab
         elif folder:  # it would wait for the head
             for pid in children(os.getpid(), folder):
                 os.kill(pid, signal.SIGKILL)
-            for helper in _helpers:
-                helper.communicate()  # and now the agents, which would write to the folder again
 
     with contextlib.ExitStack() as stack:
         stack.callback(done.set)
@@ -186,11 +184,7 @@ def ray_folder(run: Path):
                     shutil.copytree(logs, run / "logs" / "ray", ignore=_SECRETS, dirs_exist_ok=True)
         raise
     finally:
-        for _ in range(50):  # a process of Ray's that is about to end may still write there
-            shutil.rmtree(mine, ignore_errors=True)
-            if not mine.exists():
-                break
-            time.sleep(0.1)
+        shutil.rmtree(mine, ignore_errors=True)
         os.close(fd)
 
 

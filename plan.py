@@ -153,7 +153,7 @@ def trainer_of(r, config) -> dict:
 
 
 def split_matmul(r) -> bool:
-    """Whether run.Recipe `r` takes its products as matmul.py does, if what `--device auto` finds is a GPU; see run.place."""
+    """Whether run.Recipe `r` takes its products as matmul.py does, if what `--device auto` finds is a GPU."""
     return r.split_matmul and r.device != "cpu" and (r.precision, r.matmul_precision) == ("fp32", "highest")
 
 

@@ -500,6 +500,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
     import engines
+    import plan
     import rollout
     import trainer
 
@@ -524,7 +525,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             raise ValueError(
                 "--publication-transport ipc needs the weights on the engine's GPU: --colocate, and no tensor parallelism"
             )
-        split = r.split_matmul and (device, r.precision, r.matmul_precision) == ("cuda", "fp32", "highest")
+        split = plan.split_matmul(dataclasses.replace(r, device=device))
         engine_settings = rollout.EngineSettings(
             precision=r.precision,
             matmul_precision=r.matmul_precision,
@@ -584,16 +585,10 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             )
             return [make.remote(str(Path(r.model).absolute()), held, dataclasses.replace(settings, rank=i)) for i in range(ranks)]
 
-        trainer_settings = trainer.TrainerSettings(
-            device=device,
-            split_matmul=split,
-            memory_cap_gib=r.train_memory_gib,
-            **{
-                f.name: getattr(r, f.name)
-                for f in dataclasses.fields(trainer.TrainerSettings)
-                if getattr(r, f.name, None) is not None and f.name not in ("device", "split_matmul")
-            },
-        )
+        named = (f.name for f in dataclasses.fields(trainer.TrainerSettings))
+        same = {name: value for name in named if (value := getattr(r, name, None)) is not None}
+        own = {"device": device, "split_matmul": split, "memory_cap_gib": r.train_memory_gib}
+        trainer_settings = trainer.TrainerSettings(**same | own)
         held = str(Path(r.output).absolute())
         try:
             made = [make_trainer(rank) for rank in range(r.train_gpus)]

