@@ -50,25 +50,38 @@ def linear_with_gradients(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
     A weight's gradient is added to its `main_grad`, where Megatron gave it one: autograd itself would hold it until the
     weight's use in every loop is passed, a second copy of all gradients of the layers."""
-    return _Linear.apply(x, weight)
+    return _Linear.apply(x, weight, _Kept.apply(x, weight).grad_fn)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves x for `_Linear`'s backward, and does so before the product is taken.
+
+    Activation checkpointing (torch.utils.checkpoint) ends its recomputation when the last tensor that the backward pass
+    asks for is there again. The input of a layer's last product is that tensor: the product itself, a quarter of the
+    layer's work, is then not taken a second time. A Function that saved its own input would save it after its product."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight
+    def forward(ctx, x, weight, kept):
+        ctx.weight, ctx.kept = weight, kept
         return in_parts(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,), weight = ctx.kept.saved_tensors, ctx.weight
+        ctx.kept = None  # and x with it, as soon as it is used
         rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         grad_x = (grad_rows @ weight).view(x.shape)
         if not hasattr(weight, "main_grad"):
-            return grad_x, grad_rows.t() @ rows
+            return grad_x, grad_rows.t() @ rows, None
         weight.main_grad.addmm_(grad_rows.t(), rows)
-        return grad_x, None
+        return grad_x, None, None
 
 
 def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

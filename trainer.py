@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import mmap
 import os
 import pickle
 import random
@@ -1028,8 +1029,13 @@ def ipc_handles(tensors) -> dict:
 
 def pinned(size: int) -> torch.Tensor:
     """`size` bytes of pinned host memory: one buffer registered by hand, where torch's pinned allocator rounds up to a power
-    of two. It is unregistered when it goes, or every later copy from or to memory at its addresses would be refused."""
-    buffer = torch.empty(size, dtype=torch.uint8)
+    of two. It is unregistered when it goes, or every later copy from or to memory at its addresses would be refused.
+
+    A fork does not inherit it. Linux copies pinned pages for a child at once, not when they change, and Megatron forks a
+    child for each file of a checkpoint: of 29 GiB each, a host of 128 has no room for two."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
     weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import resource
+from pathlib import Path
 
 import job
 import pytest
@@ -99,6 +100,22 @@ def test_recompute_gives_bitwise_the_same_update():
     assert len(digests) == 1
 
 
+def test_recompute_takes_every_product_again_but_each_visits_last(monkeypatch):
+    import matmul
+
+    taken, in_parts = [], matmul.in_parts
+    monkeypatch.setattr(matmul, "in_parts", lambda x, weight: taken.append(weight) or in_parts(x, weight))
+    counts = []
+    for recompute in (False, True):
+        t = make(split_matmul=True, recompute=recompute)
+        rows = replayed(t, batch())
+        taken.clear()
+        t.train(rows, 0)
+        counts.append(len(taken))
+    visits = t.config.num_hidden_layers * t.config.num_loops * len(t._packs(rows, list(range(len(rows)))))
+    assert counts[1] - counts[0] == 3 * visits  # of four: queries, keys and values; output; gate and up; down
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "flow-dppo"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_products_in_parts_change_no_number_beyond_rounding(algorithm, recompute):
@@ -135,6 +152,24 @@ def test_memory_that_was_pinned_can_be_used_again():
         for other in (size // 2, size, 2 * size):
             plain = torch.empty(other, dtype=torch.uint8)
             assert torch.equal(plain.fill_(7).cuda().cpu(), plain)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is pinned without a GPU")
+def test_a_fork_does_not_copy_pinned_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    size = 1 << 30
+    before = resident()
+    buffer = trainer.pinned(size)
+    assert resident() - before > 0.9 * size
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, str(resident()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(read, 100)) < before + 0.1 * size
+    assert buffer.is_pinned()
 
 
 def test_equal_rewards_in_every_group_leave_the_policy_as_it_is():
