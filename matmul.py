@@ -50,7 +50,7 @@ def linear_with_gradients(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
     A weight's gradient is added to its `main_grad`, where Megatron gave it one: autograd itself would hold it until the
     weight's use in every loop is passed, a second copy of all gradients of the layers."""
-    return _Linear.apply(x, weight, _Kept.apply(x, weight).grad_fn)
+    return _Linear.apply(x, weight, [_Kept.apply(x, weight)])  # in a list: held, but no input of which a gradient is asked
 
 
 class _Kept(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight = ctx.kept.saved_tensors, ctx.weight
+        (x,), weight = ctx.kept[0].grad_fn.saved_tensors, ctx.weight
         ctx.kept = None  # and x with it, as soon as it is used
         rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         grad_x = (grad_rows @ weight).view(x.shape)

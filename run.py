@@ -534,6 +534,7 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
             max_num_seqs=r.max_num_seqs,
             kv_cache_gib=kv_cache_gib(r, inputs.config),
             cuda_graphs=r.cuda_graphs and device == "cuda",
+            graph_seqs=sequences(r),
             split_matmul=split,
             seed=r.seed,
             temperature=r.temperature,
@@ -603,16 +604,19 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         yield placed
 
 
+def sequences(r: Recipe) -> int:
+    """Completions that an engine decodes at once in a rollout."""
+    prompts = -(-r.rollout_batch_size // (r.rollout_gpus // r.rollout_tensor_parallel_size))
+    return min(r.max_num_seqs, prompts * r.n_samples_per_prompt)
+
+
 def kv_cache_gib(r: Recipe, config) -> float:
     """GiB of an engine's KV cache on each of its GPUs: as asked, or enough for its share of one rollout at full length."""
     import plan
 
-    ranks = r.rollout_tensor_parallel_size
-    prompts = -(-r.rollout_batch_size // (r.rollout_gpus // ranks))
-    sequences = min(r.max_num_seqs, prompts * r.n_samples_per_prompt)
-    return r.kv_cache_gib or plan.kv_cache_gib(
-        config, r.precision, sequences, r.max_prompt_len + r.max_response_len, min(ranks, config.num_key_value_heads)
-    )
+    ranks = min(r.rollout_tensor_parallel_size, config.num_key_value_heads)
+    length = r.max_prompt_len + r.max_response_len
+    return r.kv_cache_gib or plan.kv_cache_gib(config, r.precision, sequences(r), length, ranks)
 
 
 # --- the update loop -------------------------------------------------------------------------------------------------
