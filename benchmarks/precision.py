@@ -58,7 +58,8 @@ def against_float64(options, run: Path) -> dict:
     completions = [json.loads(line) for line in (run / "rollouts" / "000000.jsonl").read_text().splitlines()]
     completions = completions[: options.float64]
     temperature = completions[0]["trace"]["temperature"]
-    settings = trainer.TrainerSettings(options.model, "grpo", device=options.device, temperature=temperature)
+    gpu = options.device == "cuda"
+    settings = trainer.TrainerSettings(options.model, "grpo", device=options.device, temperature=temperature, split_matmul=gpu)
     network, scored = trainer.Trainer(settings), {}
     packs = trainer.make_packs(completions, list(range(len(completions))), settings.micro_batch_tokens, options.device)
     network._score(packs, scored, {})
