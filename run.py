@@ -896,6 +896,7 @@ def summary(run: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    began = time.perf_counter()
     given, names = parse(argv)
     run = Path(given.get("output", ""))
     saved = None
@@ -956,9 +957,12 @@ def main(argv: list[str]) -> int:
         grader = stack.enter_context(reward.Grader(r.reward))
         several = r.rollout_gpus // r.rollout_tensor_parallel_size
         print(f"starting Ray, the trainer and {'the engine' if several == 1 else f'{several} engines'}", flush=True)
+        checked = time.perf_counter()
         at = stack.enter_context(place(r, inputs, epoch, threads))
 
         facts = {"trainer": cluster.each(at.trainers, "facts"), "engine": at.engines.facts()}
+        own = f"the trainer's own start {facts['trainer']['start_s']:.1f}, the engine's {facts['engine']['start_s']:.1f}"
+        print(f"ready after {time.perf_counter() - began:.1f} s: checks {checked - began:.1f}, {own}", flush=True)
         if not saved:
             checkpoint.create_run(run, record(r, inputs, at, threads, facts))
             lock = stack.enter_context(checkpoint.lock_run(run))
@@ -966,7 +970,9 @@ def main(argv: list[str]) -> int:
         cluster.each(at.trainers, "hold", str(run.absolute()), lock.owner)
         at.engines.hold(str(run.absolute()), lock.owner)
         if state:
+            loading = time.perf_counter()
             cluster.each(at.trainers, "load", str(run.absolute()), start)
+            print(f"state restored in {time.perf_counter() - loading:.1f} s", flush=True)
         try:
             code = train(r, inputs, at, grader, start, cursor, stop)
         except BaseException:
