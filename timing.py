@@ -38,9 +38,9 @@ class Hardware:
     fp32, fp16 as bf16. With split products: over 11 ms, which is 23 ms with cuBLAS's 16-row products taken out and those of
     matmul.py put in (19.9 and 7.9 ms, results/products.json). `parts`: what sums in parts add to a forward pass, from the
     forward and both gradients there (2.122 s in place of 2.068).
-    `digest`: BLAKE3 of a tensor on the GPU, from the 0.98 s in which GRPO published 16.7 GB, hashed twice
-    (results/official/grpo.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host, which fills fresh
-    host memory, from the 1.95 s of its checkpoint. `pinned`, `shm`, `disk`, `load`: notes, moving weights; the lower where they
+    `digest`: BLAKE3 of a tensor on the GPU, from the middle of the 0.77 to 1.14 s in which six runs published 16.7 GB, hashed
+    twice (results/official, results/budget.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host,
+    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint. `pinned`, `shm`, `disk`, `load`: notes, moving weights; the lower where they
     give a range.
     `nvlink`, `network`: a GPU's, one way; nominal (450 GB/s; 400 Gb/s a GPU, eight network cards a node). `ring`: the share that
     NCCL's ring reaches of them; `hop`: a step of a ring. Both assumed.
@@ -59,7 +59,7 @@ class Hardware:
         default_factory=lambda: {"fp32": 0.30, "split": 0.626, "tf32": 0.30, "bf16": 0.43, "fp16": 0.43}
     )
     parts: float = 0.079
-    digest: float = 34e9
+    digest: float = 35e9
     snapshot: float = 11.4e9
     pinned: float = 55e9
     shm: float = 2.1e9
@@ -249,17 +249,20 @@ def rollout(r, config, mean: float, hw: Hardware) -> dict[str, float]:
 
 def train(r, config, responses: list[int], hw: Hardware) -> dict[str, float]:
     """Of the data-parallel rank with most work. Forward 1, backward 2 (attention 2.5), with recompute the layers once more; a
-    critic is scored first; flow-dppo scores half and steps twice. Split products make a forward pass longer."""
+    critic is scored first; flow-dppo scores half and steps twice. Split products make a forward pass longer, and recompute all
+    of a layer but its last product."""
     kind, t, element = arithmetic(r), r.tensor_model_parallel_size, element_bytes(r)
     data, p = r.train_gpus // t, r.max_prompt_len
-    again, critic, flow = float(r.recompute), r.algorithm != "grpo", r.algorithm == "flow-dppo"
+    critic, flow, split = r.algorithm != "grpo", r.algorithm == "flow-dppo", plan.split_matmul(r) and t == 1
+    down = config.num_hidden_layers * config.hidden_size * config.intermediate_size / layer_weights(config)
+    again = (1 - down if split else 1.0) if r.recompute else 0.0
     # Passes over the layers' matrices (of which forward), over attention, over the LM head.
-    matrices, forward, attention, head = 3 + again, 1 + again, 3.5 + again, 3.0
+    matrices, forward, attention, head = 3 + again, 1 + again, 3.5 + float(r.recompute), 3.0
     if critic:
         matrices, forward, attention = 2 * matrices + 1, 2 * forward + 1, 2 * attention + 1
     if flow:
         matrices, forward, attention, head = matrices + 0.5, forward + 0.5, attention + 0.5, head + 0.5
-    parts = hw.parts if plan.split_matmul(r) and t == 1 else 0.0
+    parts = hw.parts if split else 0.0
     shares = divided(tuple(responses), p, data, r.micro_batch_tokens)
     work = []
     for fed, rows, area in shares:
