@@ -47,7 +47,7 @@ METRICS = (
     "policy_version", "reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction", "loss", "grad_norm",
     "max_logprob_error", "mean_logprob_error", "clip_fraction", "entropy", "kl_rollout", "categorical_kl",
     "blocked_fraction", "correction_clip_fraction", "value_loss", "value_mean", "return_mean", "explained_variance",
-    "critic_grad_norm", "eval",
+    "critic_grad_norm", "frac_reward_zero_std", "eval",
 )  # fmt: skip
 STATE_PARTS = ("policy_version", "policy_digest", "cursor", "scheduler", "rng")  # of state.json, beside `tensors`
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()

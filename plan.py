@@ -101,6 +101,7 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
         f" {config.num_loops} loops, {r.precision}",
         f"data        {r.data}: {len(prompts):,} prompts of {min(lengths)} to {max(lengths)} tokens;"
         f" {last * r.rollout_batch_size / len(prompts):.2g} times through in {last} updates",
+        f"device      {r.device}{_found(r) if r.device == 'auto' else ''}",
         *([f"held-out    {r.eval_data}: {len(held_out):,} rows × {r.eval_samples} samples, and greedy"] if held_out else []),
         f"update      {r.algorithm}: {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} completions, at most"
         f" {batch * r.max_response_len:,} response tokens; {r.optimizer} at {r.lr:g}",
@@ -112,6 +113,15 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
         " it is written",
         *time_lines(r, config),
     ]
+
+
+def _found(r) -> str:
+    """What `auto` comes to, as Ray will count it."""
+    import torch
+
+    if r.ray_address:
+        return ": GPUs where the cluster has some"
+    return f": {count} GPU here, so cuda" if (count := torch.cuda.device_count()) else ": no GPU here, so the CPU"
 
 
 def time_lines(r, config) -> list[str]:

@@ -752,9 +752,14 @@ def grade(grader, inputs: Inputs, completions: list[dict]) -> dict:
     for c in completions:
         c["response"] = decode(inputs.tokenizer, c["response_tokens"])
     grades = grader.grade([(c["prompt"], c["response"], c["label"]) for c in completions])
+    groups = {}
     for c, g in zip(completions, grades, strict=True):
         c["reward"] = g.reward
-    return {"grader_limits": sum(g.limit is not None for g in grades)}
+        groups.setdefault(c["group"], []).append(g.reward)
+    counts = {"grader_limits": sum(g.limit is not None for g in grades)}
+    if len(groups) < len(completions):
+        counts["frac_reward_zero_std"] = mean([float(len(set(rewards)) == 1) for rewards in groups.values()])
+    return counts
 
 
 def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dict:
@@ -834,7 +839,7 @@ class Progress:
     def __init__(self, r: Recipe, start: int):
         import watch
 
-        self.total, self.bar = r.updates, None
+        self.total, self.bar, self.grouped = r.updates, None, r.algorithm == "grpo"
         self.watch, self.close_watchers = watch.open_watchers(Path(r.output), start, r.track, shown_recipe(r))
         if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:  # 0: `docker run -t` and script(1) in CI
             from tqdm import tqdm
@@ -861,6 +866,10 @@ class Progress:
         else:
             self.bar.set_postfix_str(f"{line} | {phases}", refresh=False)
             self.bar.update()
+        if self.grouped and row.get("frac_reward_zero_std") == 1:
+            self.grouped = False  # said once
+            self.say(f"update {row['update'] + 1}: the completions of each prompt all have the same reward, so GRPO learns"
+                     " nothing from them; other prompts, another reward, or more --n-samples-per-prompt")  # fmt: skip
         if after := row.get("eval", {}).get("after"):
             self.evaluation(f"after {after['updates']} updates", after)
         self.watch(row)

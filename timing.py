@@ -40,8 +40,8 @@ class Hardware:
     forward and both gradients there (2.122 s in place of 2.068).
     `digest`: BLAKE3 of a tensor on the GPU, from the middle of the 0.77 to 1.14 s in which six runs published 16.7 GB, hashed
     twice (results/official, results/budget.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host,
-    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint. `pinned`, `shm`, `disk`, `load`: notes, moving weights; the lower where they
-    give a range.
+    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint. `pinned`, `shm`, `disk`, `load`: notes,
+    moving weights; the lower where they give a range.
     `nvlink`, `network`: a GPU's, one way; nominal (450 GB/s; 400 Gb/s a GPU, eight network cards a node). `ring`: the share that
     NCCL's ring reaches of them; `hop`: a step of a ring. Both assumed.
     `share_node`, `share_all`: a shared file system, one node's and all nodes' together. Assumed.

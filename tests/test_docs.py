@@ -197,7 +197,7 @@ def test_a_recipe_is_taken_and_says_what_is_computed_for_it(path):
     config = provider.read_config(r.model) if "model =" in text else provider.parse_config(OFFICIAL, "official")
     prompts = [data.Prompt("", "", (1,) * r.max_prompt_len)]
     for line in plan.describe(r, config, prompts, [], command.kv_cache_gib(r, config)):
-        if line.split()[0] not in ("model", "data"):
+        if line.split()[0] not in ("model", "data", "device"):
             assert f"#   {line}\n" in text, line
     assert f"--config examples/recipes/{path.name}" in text
     assert text.startswith("# ") and ("Measured" in text or "was not run" in text)

@@ -250,6 +250,32 @@ def test_the_readme_names_every_option():
         assert f"| `--{field.name.replace('_', '-')}` |" in readme
 
 
+def test_prompts_whose_completions_are_all_alike_are_counted_and_said_once(monkeypatch, tmp_path):
+    import collections
+
+    import watch
+
+    grade = collections.namedtuple("grade", "reward limit")
+    rewards = iter([1.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5])
+    grader = collections.namedtuple("grader", "grade")(lambda rows: [grade(next(rewards), None) for _ in rows])
+    inputs = collections.namedtuple("inputs", "tokenizer")(None)
+    monkeypatch.setattr("data.decode", lambda tokenizer, tokens: "")
+
+    def graded():
+        rows = [{"group": i // 2, "prompt": "", "label": "", "response_tokens": []} for i in range(4)]
+        return command.grade(grader, inputs, rows)["frac_reward_zero_std"]
+
+    assert (graded(), graded()) == (0.5, 1.0)
+    monkeypatch.setattr(watch, "open_watchers", lambda *_: (lambda row: None, lambda: None))
+    r = command.resolve({"model": "m", "data": "d", "output": str(tmp_path)}, set())
+    show, said = command.Progress(r, 0), []
+    monkeypatch.setattr(show, "say", said.append)
+    row = {"update": 2, "reward_mean": 1.0, "loss": 0.0, "max_logprob_error": 0.0, "seconds": {"total": 1.0}}
+    for share in (0.5, 1.0, 1.0):
+        show.update({**row, "frac_reward_zero_std": share})
+    assert len(said) == 1 and said[0].startswith("update 3: the completions of each prompt all have the same reward")
+
+
 EVERY = {
     "loss", "entropy", "grad_norm", "kl_rollout", "reward_mean", "reward_std", "response_tokens_mean", "truncated_fraction",
     "max_logprob_error", "mean_logprob_error", "grader_limits", "seconds",
@@ -270,6 +296,9 @@ def test_each_algorithm_reports_its_own_metrics(algorithm, tmp_path):
     assert code == 0, output
     (row,) = job.rows(tmp_path / "run" / "metrics.jsonl")
     assert EVERY | OWN[algorithm] <= set(row)
+    known = (job.ROOT / "docs" / "algorithms.md").read_text()
+    named = {name.removesuffix("_steps") for name in row} - {"update", "policy_version", "grader_limits", "seconds"}
+    assert not {name for name in named if f"`{name}`" not in known}
 
 
 @pytest.mark.slow
