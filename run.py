@@ -546,6 +546,10 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         # Passive: trainer and engine take turns on the same cores, and a thread that spins while it waits made an update
         # ten times slower beside one other busy process (two cores).
         common = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        # Not at once, though, on CPU: a small model's product is done sooner than a sleeping thread is awake. These turns, tens
+        # of microseconds, took 6 to 23 % off an update's training on two quiet cores, and add a fifth beside a busy process.
+        if device == "cpu":
+            common["GOMP_SPINCOUNT"] = "1000"
         # glibc makes up to eight heaps a core for threads, and each keeps what one checkpoint's writer has freed in it.
         common["MALLOC_ARENA_MAX"] = "2"
         deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}

@@ -291,7 +291,8 @@ class Network:
     def _bad_state(self) -> str | None:
         """Which tensor of the weights, their FP32 main copies or the optimizer's state holds a number that is not finite.
 
-        One pass over what the step has just written; the largest magnitude is NaN or infinite where an element is.
+        One pass over what the step has just written; its extremes are NaN or infinite where an element is. On CPU torch's
+        infinity norm takes ten times as long as they (torch 2.13).
         """
         held, names = {}, {}
         for name, p in self.model.named_parameters():
@@ -304,8 +305,11 @@ class Network:
             held |= {f"{what} of {name}": t for what, t in state.items() if torch.is_tensor(t)}
         device = self.settings.device
         held = {name: t for name, t in held.items() if t.is_floating_point() and t.numel() and t.device.type == device}
-        largest = torch.stack([x.float() for x in torch._foreach_norm(list(held.values()), float("inf"))])
-        fine = torch.isfinite(largest).tolist()
+        if device == "cpu":
+            extremes = [torch.stack(torch.aminmax(t)) for t in held.values()]
+        else:
+            extremes = torch._foreach_norm(list(held.values()), float("inf"))
+        fine = torch.isfinite(torch.stack([x.float() for x in extremes])).view(len(held), -1).all(-1).tolist()
         return next((name for name, good in zip(held, fine, strict=True) if not good), None)
 
     @megatron_cpu.enable()

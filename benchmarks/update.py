@@ -78,12 +78,13 @@ def ours(work: Path, number: int) -> dict:
 
 def trl(work: Path, python: Path) -> dict:
     """The same of TRL, with its versions and threads."""
-    # Threads that wait do not spin, as in our trainer: beside other work TRL's update was seen to take ten times as long
-    # otherwise. On a machine of its own OMP_WAIT_POLICY=ACTIVE may be set to try the other way.
+    # Threads that wait spin as briefly as in our trainer: beside other work TRL's update was seen to take ten times as long
+    # otherwise. On a machine of its own GOMP_SPINCOUNT=INFINITY may be set to try the other way.
     command = [python, "benchmarks/trl_update.py", "--model", work / "model", "--data", work / "data.jsonl"]
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+    environment = {**waiting, **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     printed = output([*command, "--updates", UPDATES], env=environment)
-    return {**json.loads(printed.splitlines()[-1]), "wait_policy": environment["OMP_WAIT_POLICY"]}
+    return {**json.loads(printed.splitlines()[-1]), "waiting": {name: environment[name] for name in waiting}}
 
 
 def engine(work: Path) -> list[float]:
@@ -178,7 +179,7 @@ def main() -> None:
     rates = tokens / evidence["ours"]["phases"]["rollout"]["median"], evidence["engine"]["tokens_per_second"]
     print(f"      {rates[0]:,.0f} tokens/s in the rollout; {rates[1]:,.0f} from the engine alone")
     if peer:
-        evidence["trl"] = {**summary(peer), **{name: peer[0][name] for name in ("versions", "threads", "wait_policy")}}
+        evidence["trl"] = {**summary(peer), **{name: peer[0][name] for name in ("versions", "threads", "waiting")}}
         show("TRL", evidence["trl"])
         pairs = [a / b for a, b in zip(evidence["ours"]["rounds"], evidence["trl"]["rounds"], strict=True)]
         ratio = evidence["ours"]["update"]["median"] / evidence["trl"]["update"]["median"]
