@@ -95,16 +95,22 @@ def main() -> None:
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="precision-"))
     evidence = {"device": options.device, "by_precision": {}}
+
+    def write() -> None:
+        (options.out / f"precision-{options.name}.json").write_text(json.dumps(evidence, indent=1) + "\n")
+
     try:
         for precision in options.precisions.split(","):
             evidence["by_precision"][precision] = row = measure(precision, options, work / precision)
             print(f"{precision}: {row}", flush=True)
+            write()  # as it comes: a machine may be taken away half way
         if options.float64 and (work / "fp32" / "rollouts").exists():
             evidence["float64"] = against_float64(options, work / "fp32")
+            evidence["float64_split_matmul"] = options.device == "cuda"
             print(f"against float64: {evidence['float64']}", flush=True)
+            write()
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        (options.out / f"precision-{options.name}.json").write_text(json.dumps(evidence, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def official() -> Iterator[Row]:
         if len(evidence.get("metrics", ())) < 3:
             continue
         config = provider.parse_config(evidence["shape"], path.name)
-        r = recipe(**{"split_matmul": False} | evidence["record"]["recipe"])  # older than the option
+        r = recipe(**evidence["record"]["recipe"])
         found = timing.seconds(r, config)
         where = f"official/{path.name}"
         measured = evidence["metrics"][1]["seconds"]
@@ -163,7 +163,7 @@ def precisions() -> Iterator[Row]:
     path = ROOT / "results" / "precision-official-h200.json"
     for name, seen in json.loads(path.read_text())["by_precision"].items():
         kinds = {"tf32": {"precision": "fp32", "matmul_precision": "high"}}
-        found = timing.seconds(recipe(colocate=True, split_matmul=False, **kinds.get(name, {"precision": name})), CONFIG)
+        found = timing.seconds(recipe(colocate=True, **kinds.get(name, {"precision": name})), CONFIG)
         for phase in ("rollout", "train"):
             if f"{phase}_s" in seen:
                 yield Row(path.name, f"{name}: {phase}", found["total"][phase], seen[f"{phase}_s"], "s")

@@ -50,9 +50,8 @@ def official() -> list[str]:
         s = last["seconds"]
         same = "yes, bit for bit" if e.get("audit", {}).get("exit") == 0 else "not compared" if "audit" not in e else "NO"
         extra = " ".join(x for x in ("--recompute", "--offload-train") if x in e["command"])
-        earlier = "" if "split_matmul" in e["record"]["recipe"] else " ¹"
         rows.append([
-            f"`{a}` {extra}".strip() + earlier, same, f"{max(m['max_logprob_error'] for m in e['metrics']):.1e}",
+            f"`{a}` {extra}".strip(), same, f"{max(m['max_logprob_error'] for m in e['metrics']):.1e}",
             f"{s['publish']:.2f}",
             f"{s['rollout']:.2f}", f"{s['train']:.2f}", f"{last.get('trainer_peak_gib', float('nan')):.1f}",
             e["whole"]["gpu_peak_gib"], e["whole"]["host_peak_gib"],
@@ -65,8 +64,6 @@ def official() -> list[str]:
         "Seconds are those of the second update (the first captures graphs and fills caches). Publication is 16.7 GB with both"
         " digests and the commit record. Card and host are peaks of everything on the machine, sampled once a second.",
         "",
-        *(["¹ Measured before `--split-matmul` existed: the same steps with cuBLAS's products, slower in the rollout and with"
-           " larger gaps; the budget below has today's seconds.", ""] if any(r[0].endswith("¹") for r in rows) else []),
         *within_40_gb(),
     ]  # fmt: skip
     for a, e in found.items():
@@ -217,7 +214,8 @@ def precision() -> list[str]:
     for name, where in (("official-h200", "official shape"), ("tiny-h200", "tiny model")):
         if (e := load(f"precision-{name}.json")) and "float64" in e:
             far = "; ".join(f"{who} {g['max']:.1e} (mean {g['mean']:.1e})" for who, g in e["float64"].items())
-            lines += [f"FP32 against an independent float64 forward, {where}, largest: {far}.", ""]
+            ways = "" if e["float64_split_matmul"] else " with cuBLAS's products (before `--split-matmul`)"
+            lines += [f"FP32 against an independent float64 forward, {where}{ways}, largest: {far}.", ""]
     return lines
 
 

@@ -298,6 +298,9 @@ def test_official_config_has_201_tensors_and_the_official_counts(critic, count):
 
 
 # ------------------------------------------------------------------------------------------------------------- Megatron
+# Where there is a GPU Megatron wants the model there; tests/test_trainer.py trains, saves and restores on it.
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron on the CPU, for machines without a GPU")
 
 
 def distributed(model, optimizer, dtype=torch.float32, clip_grad=0.0):
@@ -335,6 +338,7 @@ def step(wrapped, optimizer):
     return loss.item()
 
 
+@no_gpu
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_megatron_trains_saves_and_restores_the_model(critic, kind, tmp_path):
@@ -368,6 +372,7 @@ def test_megatron_trains_saves_and_restores_the_model(critic, kind, tmp_path):
     assert all(torch.equal(trained[name], restored[name]) for name in trained)
 
 
+@no_gpu
 def test_sgd_under_megatron_steps_along_the_reference_gradient():
     """A looped parameter counts once: its gradient is the sum over its visits, its step one step."""
     config = config_of(num_loops=3)
@@ -382,6 +387,7 @@ def test_sgd_under_megatron_steps_along_the_reference_gradient():
         assert_close(name, tensor.double(), (exact[name] - 1e-2 * exact[name].grad).detach(), rtol=0, atol=1e-6)
 
 
+@no_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_moves_float32_main_parameters(dtype):
     config = config_of()
@@ -397,6 +403,7 @@ def test_half_precision_moves_float32_main_parameters(dtype):
         assert torch.equal(parameter, main.to(dtype))
 
 
+@no_gpu
 def test_megatrons_own_gradient_clipping_runs_without_cuda():
     config = config_of()
     weights = weights_of(config)
