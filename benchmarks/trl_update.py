@@ -1,7 +1,7 @@
 """The peer of `benchmarks/update.py`: one GRPO update of TRL's `GRPOTrainer`, with Transformers generation, on CPU.
 
     make bench TRL=1                          # installs TRL in .venv-bench and runs this beside our own update
-    .venv-bench/bin/python benchmarks/trl_update.py --model DIR --data FILE --updates 12
+    .venv-bench/bin/python benchmarks/trl_update.py --model DIR --data FILE --updates 24
 
 `--model` is the folder that ours trains: its tokenizer is used, so the prompts are the same tokens, and its shape. The loops
 are unrolled: a Llama of num_hidden_layers × num_loops layers does the same arithmetic, with more parameters. FP32, same
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and the tokenizer")
     parser.add_argument("--data", type=Path, required=True, help='JSONL with "prompt"')
-    parser.add_argument("--updates", type=int, default=12, help="optimizer steps (default 12)")
+    parser.add_argument("--updates", type=int, default=24, help="optimizer steps (default 24)")
     options = parser.parse_args()
     shape = json.loads((options.model / "config.json").read_text())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)

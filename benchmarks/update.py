@@ -32,8 +32,8 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 10000.0,
     "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-UPDATES = 12  # a round; the first two warm up, the last writes the checkpoint, and none of the three counts
-COUNTED = slice(2, -1)
+UPDATES = 24  # a round; the first four warm up (they touch new memory), the last writes the checkpoint, and none of them counts
+COUNTED = slice(4, -1)
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 48
 ROWS = [[(17 * i + j) % 500 + 3 for j in range(24)] for i in range(64)]  # token ids; id n is the word "tn"
 
