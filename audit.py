@@ -199,14 +199,21 @@ def compare(path_a: Path | str, path_b: Path | str, values: bool = False, tolera
     live = a.live or b.live
     count = min(len(rows_a), len(rows_b))
     rows = [_updates_row(a, b, len(rows_a), len(rows_b))]
-    settings = first_difference(a.record.get("recipe"), b.record.get("recipe"))
-    if settings:
-        rows.append(Row("settings", None, difference("the recipe", settings)))
+    if settings := _settings(a.record.get("recipe"), b.record.get("recipe")):
+        rows.append(Row("settings", None, "; ".join(settings)))
     rows += _compare_completions(a, b, count, tolerance)
     rows.append(finding("metrics", lambda: _compare_metrics(rows_a[:count], rows_b[:count], tolerance)))
     rows.append(finding("publications", lambda: _compare_commits(a, b, count, live, tolerance)))
     rows += _compare_checkpoints(a, b, live, values, tolerance)
     return rows
+
+
+def _settings(a: Any, b: Any) -> list[str]:
+    """Every setting that differs: "name: in A | in B"."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return [] if a == b else [difference("the recipe", ("", a, b))]
+    names = (name for name in sorted({*a, *b}) if first_difference(a.get(name, MISSING), b.get(name, MISSING)))
+    return [f"{safe(name, 80)}: {show(a.get(name, MISSING))} | {show(b.get(name, MISSING))}" for name in names]
 
 
 def _updates_row(a: RunFiles, b: RunFiles, n_a: int, n_b: int) -> Row:

@@ -270,6 +270,7 @@ def check_resources(bundles: list[dict], device: str, parts: str) -> None:
     if any(wanted[k] > there[k] for k in kinds):
         needs, found = (", ".join(f"{n:g} {k}" for k, n in listed.items()) for listed in (wanted, there))
         hint = "; --colocate shares one GPU" if wanted.get("GPU") == 2 and there["GPU"] == 1 else ""
+        hint = "; --device cpu runs without a GPU" if device == "cuda" and not there["GPU"] else hint
         raise ValueError(f"placement needs {needs} ({parts}); the cluster has {found}{hint}")
     for kind in kinds:
         largest, by_node = max(b[kind] for b in bundles), sorted((node.get(kind, 0) for node in nodes), reverse=True)

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import stat
+import textwrap
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -215,7 +216,7 @@ def _arrow_records(path: Path, file, start: bytes, how: Reading) -> Iterator[tup
     number = 0
 
     def unreadable(error: Exception) -> ValueError:  # beside its own kinds pyarrow raises ValueError, OverflowError, KeyError, …
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = textwrap.shorten(str(error), 200, placeholder=" …") or type(error).__name__
         return ValueError(f"{path}: {kind} that cannot be read after row {number}: {reason}")
 
     try:
@@ -463,7 +464,7 @@ def _encode_rows(tokenizer, rows: list[_Row], key: str) -> list[list[int]]:
             try:
                 encoded += _encode(tokenizer, [prompt])
             except Exception as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = textwrap.shorten(str(error), 200, placeholder=" …")
                 raise ValueError(f"{where}: the tokenizer cannot encode {key}: {reason}") from None
         return encoded
 
@@ -502,7 +503,7 @@ def template_arguments(tokenizer, how: Reading) -> dict:
     try:
         text = tokenizer.get_chat_template()
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" …")
         raise ValueError(f"--apply-chat-template: the model folder holds no chat template to use: {reason}") from None
     for name in arguments:
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
@@ -517,7 +518,7 @@ def _rendered(tokenizer, row: _Row, arguments: dict, key: str) -> _Row:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments)
         return where, _text("the rendered template", text), label, source
     except Exception as error:  # a template may raise anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = textwrap.shorten(str(error), 200, placeholder=" …") or type(error).__name__
         raise ValueError(f"{where}: the chat template cannot take {key}: {reason}") from None
 
 

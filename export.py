@@ -167,6 +167,11 @@ def policy_tensors(policy: Policy, precision: str) -> Iterator[tuple[str, torch.
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
+def check_free(out: Path) -> None:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty directory")
+
+
 def export(policy: Policy, out: Path | str, precision: str, shard_bytes: int, say: Callable[[str], None]) -> str:
     """Write `policy` to the folder `out` in `precision`, at most `shard_bytes` a file (or one tensor, if larger).
 
@@ -174,8 +179,7 @@ def export(policy: Policy, out: Path | str, precision: str, shard_bytes: int, sa
     wrong, `out` is as it was.
     """
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty directory")
+    check_free(out)
     if (policy.run / "checkpoints").resolve() in out.resolve().parents:
         raise ValueError(f"{out}: lies within the run's checkpoints, which then would not verify any more")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -293,6 +297,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not (math.isfinite(asked.shard_size_gb) and asked.shard_size_gb > 0):
         raise ValueError(f"--shard-size-gb must be a finite number above 0, not {asked.shard_size_gb}")
+    check_free(Path(asked.out))
     policy = find_policy(asked.run, asked.updates, asked.model, lambda text: print(text, file=sys.stderr, flush=True))
     precision = policy.precision if asked.dtype == "as-trained" else asked.dtype
     version, digest = policy.state["policy_version"], policy.state["policy_digest"]

@@ -101,7 +101,7 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
         f" {config.num_loops} loops, {r.precision}",
         f"data        {r.data}: {len(prompts):,} prompts of {min(lengths)} to {max(lengths)} tokens;"
         f" {last * r.rollout_batch_size / len(prompts):.2g} times through in {last} updates",
-        f"device      {r.device}{_found(r) if r.device == 'auto' else ''}",
+        f"device      {_device(r)}",
         *([f"held-out    {r.eval_data}: {len(held_out):,} rows × {r.eval_samples} samples, and greedy"] if held_out else []),
         f"update      {r.algorithm}: {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} completions, at most"
         f" {batch * r.max_response_len:,} response tokens; {r.optimizer} at {r.lr:g}",
@@ -115,13 +115,21 @@ def describe(r, config, prompts: list, held_out: list, kv_cache: float) -> list[
     ]
 
 
-def _found(r) -> str:
-    """What `auto` comes to, as Ray will count it."""
+def _device(r) -> str:
+    """What `auto` comes to, as Ray will count it, and what this machine lacks."""
     import torch
 
     if r.ray_address:
-        return ": GPUs where the cluster has some"
-    return f": {count} GPU here, so cuda" if (count := torch.cuda.device_count()) else ": no GPU here, so the CPU"
+        return "auto: GPUs where the cluster has some" if r.device == "auto" else r.device
+    there = torch.cuda.device_count()
+    needed = r.train_gpus + (0 if r.colocate else r.rollout_gpus)
+    here = f"{there or 'no'} GPU{'s' if there > 1 else ''} here"
+    if r.device == "cpu" or (r.device == "auto" and not there):
+        taken = r.device if r.device == "cpu" else f"auto: {here}, so the CPU"
+        return taken + ("; --colocate is about GPUs and changes nothing" if r.colocate else "")
+    lacks = f"; this run needs {needed} and cannot start on this machine" if needed > there else ""
+    hint = "" if not lacks else " (--device cpu needs none)" if not there else " (--colocate shares one)" if needed == 2 else ""
+    return (f"auto: {here}, so cuda" if r.device == "auto" else f"cuda: {here}") + lacks + hint
 
 
 def time_lines(r, config) -> list[str]:

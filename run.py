@@ -938,7 +938,7 @@ def main(argv: list[str]) -> int:
         import plan
 
         print("\n".join(plan.describe(r, inputs.config, inputs.prompts, inputs.held_out, kv_cache_gib(r, inputs.config))))
-        print("everything that can be checked without starting the run is in order")
+        print("model, data, reward and settings are in order")
         return 0
     stop = Stop()
     with contextlib.ExitStack() as stack:
@@ -974,8 +974,9 @@ def main(argv: list[str]) -> int:
         at = stack.enter_context(place(r, inputs, epoch, threads))
 
         facts = {"trainer": cluster.each(at.trainers, "facts"), "engine": at.engines.facts()}
-        own = f"the trainer's own start {facts['trainer']['start_s']:.1f}, the engine's {facts['engine']['start_s']:.1f}"
-        print(f"ready after {time.perf_counter() - began:.1f} s: checks {checked - began:.1f}, {own}", flush=True)
+        own = f"trainer {facts['trainer']['start_s']:.1f} and engine {facts['engine']['start_s']:.1f} side by side"
+        both = f"checks {checked - began:.1f}, then Ray and the start of its actors ({own})"
+        print(f"ready after {time.perf_counter() - began:.1f} s: {both}", flush=True)
         if not saved:
             checkpoint.create_run(run, record(r, inputs, at, threads, facts))
             lock = stack.enter_context(checkpoint.lock_run(run))

@@ -14,6 +14,7 @@ import job
 import pytest
 
 import checkpoint
+import plan
 import run as command
 
 
@@ -313,9 +314,27 @@ def test_engines_of_two_ranks_give_what_the_trainer_scores(tmp_path):
     assert (engine["engines"], engine["ranks"]) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "gpus,settings,line",
+    [
+        (0, {}, "auto: no GPU here, so the CPU"),
+        (0, {"colocate": True}, "auto: no GPU here, so the CPU; --colocate is about GPUs and changes nothing"),
+        (0, {"device": "cuda"}, "cuda: no GPU here; this run needs 2 and cannot start on this machine (--device cpu needs none)"),
+        (1, {}, "auto: 1 GPU here, so cuda; this run needs 2 and cannot start on this machine (--colocate shares one)"),
+        (1, {"colocate": True}, "auto: 1 GPU here, so cuda"),
+        (1, {"device": "cpu"}, "cpu"),
+        (8, {"train_gpus": 4, "rollout_gpus": 4}, "auto: 8 GPUs here, so cuda"),
+        (0, {"ray_address": "HOST:1"}, "auto: GPUs where the cluster has some"),
+    ],
+)
+def test_a_dry_run_says_what_the_device_will_be_and_what_is_lacking(gpus, settings, line, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert plan._device(command.Recipe(algorithm="grpo", model="m", data="d", output="o", **settings)) == line
+
+
 def test_too_few_resources_is_an_error_within_seconds_that_says_what_is_needed(tmp_path):
     began = time.monotonic()
     code, output = job.run(*job.SMALL, "--output", str(tmp_path / "run"), "--device", "cuda", timeout=60)
     assert code == 2 and "GPU" in output and not (tmp_path / "run").exists()
+    assert "the cluster has 0 GPU" not in output or output.rstrip().endswith("--device cpu runs without a GPU"), output
     assert time.monotonic() - began < 60
-    assert json.dumps(output)
