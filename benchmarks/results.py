@@ -310,6 +310,8 @@ def update() -> list[str]:
     if ratio := e.get("ratio"):
         rounds = ", ".join(f"{r:.2f}" for r in ratio["rounds"])
         sentence += f" Ours takes **{ratio['median']:.2f}** times as long as TRL (medians of all; round by round {rounds})."
+    by_round = "; ".join(f"{s:.3f} ({rate:.0f})" for s, rate in zip(e["ours"]["rounds"], e["core_gflops"], strict=True))
+    sentence += f" Ours by round, and what one core of the shared machine did as it began, in GFLOP/s: {by_round}."
     return [*lines, sentence, ""]
 
 

