@@ -75,13 +75,19 @@ def tensor_digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     """
     import torch
 
-    name = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if name is None:
-        raise TypeError(f"no digest is defined for dtype {tensor.dtype}")
+    name = stored_dtype(tensor.dtype)
     flat = tensor.detach().contiguous().to("cpu").reshape(-1)
     data = flat.view(torch.uint8).numpy() if flat.numel() else b""
     threads = blake3.AUTO if flat.numel() * flat.element_size() > _THREADED_FROM else 1
     return name, tuple(tensor.shape), blake3(data, max_threads=threads).hexdigest()
+
+
+def stored_dtype(dtype: torch.dtype) -> str:
+    """safetensors' name of a type. TypeError where it has none here."""
+    name = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise TypeError(f"no digest is defined for dtype {dtype}")
+    return name
 
 
 def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -95,7 +101,7 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tup
             if not tensor.is_cuda:
                 found[name] = tensor_digest(tensor)
                 continue
-            dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+            dtype = stored_dtype(tensor.dtype)
             hasher = blake3(max_threads=blake3.AUTO)
             for piece in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_PIECE):
                 slot = len(jobs) % _PIECES

@@ -74,7 +74,7 @@ class Engines:
         self._start, self._run, self._epoch, self._check_place = start, run, epoch, check_place
         self._actors = [start(number) for number in range(count)]
         self._holder: tuple[str, str] | None = None  # (run, lock owner)
-        self._send: Callable[[int], contextlib.AbstractContextManager] | None = None
+        self._send: Callable[[int], Mapping] | None = None
         self._record: Mapping[str, Any] | None = None  # of the committed policy
         self._replaced: set[int] = set()
         self.say: Callable[[str], None] = lambda text: print(text, flush=True)
@@ -95,17 +95,17 @@ class Engines:
         self._holder = run, owner
         self._ask("hold", self._each(run, owner))
 
-    def publish(self, version: int, send: Callable[[int], contextlib.AbstractContextManager]) -> None:
+    def publish(self, version: int, send: Callable[[int], Mapping]) -> None:
         """Publish one policy to every engine and commit it.
 
-        send: version → context of the manifest, within which what it names can be read; kept, and called again where an
-        engine is replaced. Once more with the committed version changes nothing but engines that do not hold it.
+        send: version → the manifest, what it names can be read until the next call; kept, and called again where an engine is
+        replaced. Once more with the committed version changes nothing but engines that do not hold it.
         GuardError: an engine refused, or the commit record did not become durable.
         """
         self._send, self._record = send, None
         try:
-            with send(version) as manifest:
-                self._ask("prepare", self._each(manifest))
+            manifest = send(version)
+            self._ask("prepare", self._each(manifest))
             record = rollout.commit_record(version, manifest["digest"], self._epoch, len(manifest["tensors"]))
             try:
                 checkpoint.append_commit(self._run, record)
@@ -216,16 +216,16 @@ class Engines:
                     self._answer(n, self._call(n, "hold", *self._holder))
         if not dead or self._record is None:
             return
-        with self._send(self._record["version"]) as manifest:
-            if manifest["digest"] != self._record["digest"]:
-                raise GuardError(
-                    f"version {self._record['version']} is committed with digest {self._record['digest']}, to engine"
-                    f" {dead[0]} the trainer sends {manifest['digest']}"
-                )
-            for call, argument in (("prepare", manifest), ("commit", self._record)):
-                for n, refs in {n: self._call(n, call, argument) for n in dead}.items():
-                    with self._its_end_ends_the_run(n, call):
-                        self._answer(n, refs)
+        manifest = self._send(self._record["version"])
+        if manifest["digest"] != self._record["digest"]:
+            raise GuardError(
+                f"version {self._record['version']} is committed with digest {self._record['digest']}, to engine"
+                f" {dead[0]} the trainer sends {manifest['digest']}"
+            )
+        for call, argument in (("prepare", manifest), ("commit", self._record)):
+            for n, refs in {n: self._call(n, call, argument) for n in dead}.items():
+                with self._its_end_ends_the_run(n, call):
+                    self._answer(n, refs)
 
     @contextlib.contextmanager
     def _its_end_ends_the_run(self, n: int, method: str):

@@ -647,6 +647,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     import watch
 
     run, last = Path(r.output), (r.stop_after or r.updates)
+    place = run.absolute() / "publications" / "current.safetensors"  # of a publication by file
     committed = 0
     show = Progress(r, start)
     at.engines.say = show.say
@@ -654,7 +655,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
     def publish(version: int) -> None:
         nonlocal committed
         if version != committed:
-            at.engines.publish(version, lambda version: sent(run, at, version))
+            at.engines.publish(version, lambda version: cluster.each(at.trainers, "publish", version, at.transport, str(place)))
             committed = version
 
     for update in range(start, last):
@@ -794,28 +795,6 @@ def evaluate(r: Recipe, inputs: Inputs, at: Placed, grader, updates: int) -> dic
         answer["reward"] = one.reward
     rows = [answers[i : i + k + 1] for i in range(0, len(answers), k + 1)]
     return {"updates": updates, "samples": k, **breakdown(rows, [p.source for p in inputs.held_out], k, 1.0)}
-
-
-@contextlib.contextmanager
-def sent(run: Path, at: Placed, version: int):
-    """The manifest of the trainer's policy, which can be read from where it says until this context ends."""
-    place = publication_path(run, at.transport)
-    try:
-        yield cluster.each(at.trainers, "publish", version, at.transport, str(place))
-    finally:
-        if at.transport == "shm":
-            for file in place.parent.glob(f"{place.stem}*"):  # one of each sender
-                file.unlink(missing_ok=True)
-
-
-def publication_path(run: Path, transport: str) -> Path:
-    """Where the sender puts the current publication: beside the run, or in shared memory under a name of this run's own,
-    so that a resume overwrites what a killed run may have left there."""
-    if transport == "shm":
-        import hashlib
-
-        return Path("/dev/shm") / f"nanbeige-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}.safetensors"
-    return run.absolute() / "publications" / "current.safetensors"
 
 
 # --- what the user sees ----------------------------------------------------------------------------------------------

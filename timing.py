@@ -40,8 +40,9 @@ class Hardware:
     forward and both gradients there (2.122 s in place of 2.068).
     `digest`: BLAKE3 of a tensor on the GPU, from the middle of the 0.77 to 1.14 s in which six runs published 16.7 GB, hashed
     twice (results/official, results/budget.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host,
-    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint. `pinned`, `shm`, `disk`, `load`: notes,
-    moving weights; the lower where they give a range.
+    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint; a publication by shared memory fills
+    the same memory each time and should be faster, which was not measured. `pinned`, `disk`, `load`: notes, moving weights; the
+    lower where they give a range. `load` is of pageable memory: the engines' way through a pinned piece was not measured.
     `nvlink`, `network`: a GPU's, one way; nominal (450 GB/s; 400 Gb/s a GPU, eight network cards a node). `ring`: the share that
     NCCL's ring reaches of them; `hop`: a step of a ring. Both assumed.
     `share_node`, `share_all`: a shared file system, one node's and all nodes' together. Assumed.
@@ -62,7 +63,6 @@ class Hardware:
     digest: float = 35e9
     snapshot: float = 11.4e9
     pinned: float = 55e9
-    shm: float = 2.1e9
     disk: float = 2.5e9
     load: float = 4e9
     nvlink: float = 450e9
@@ -196,7 +196,7 @@ def publish(r, config, hw: Hardware) -> dict[str, float]:
         return parts | {"engines read": 2 * size / hw.memory}
     nodes = math.ceil(r.rollout_gpus / hw.gpus_per_node) if r.ray_address else 1
     shared = bool(r.ray_address) and how == "disk"
-    write = size / t / (hw.shm if how == "shm" else hw.disk)
+    write = 0.0 if how == "shm" else size / t / hw.disk
     read = size / hw.load  # every rank of every engine reads the whole, a node once from the file system
     if shared:
         write, read = max(write, size / hw.share_node), read + max(size / hw.share_node, size * nodes / hw.share_all)

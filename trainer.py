@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import mmap
 import os
 import pickle
 import random
+import struct
 import threading
 import time
 import weakref
@@ -551,6 +553,7 @@ class Trainer:
         self._writer: threading.Thread | None = None
         self._writer_error: BaseException | None = None
         self._digest_cache: dict | None = None
+        self._memory: MemoryFile | None = None  # what a publication by shared memory lies in
 
     def hold(self, run: str, owner: str) -> None:
         """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6). From here on
@@ -838,6 +841,9 @@ class Trainer:
     def publish(self, version: int, transport: str, location: str) -> dict | None:
         """Write the policy where the engine finds it. Returns the manifest, which states the digest of the full tensors.
 
+        'disk' writes a safetensors file at `location`. 'shm' overwrites the same file in this process's memory each time, so
+        what a manifest names holds until the next publication. 'ipc' leaves the weights where they are, on the GPU.
+
         Of several ranks, those of the first data-parallel rank send, each its own share under a name of its own: no rank
         holds the whole model. `parts` of the manifest lists them: `location`, and `slices` {name: [dimension, start]}, the
         piece of the full tensor that lies there under that name. The other ranks send nothing and return None.
@@ -855,19 +861,26 @@ class Trainer:
             path = Path(location)
             if not whole:
                 path = path.with_name(f"{path.stem}-{self.ranks.tp + 1:05d}-of-{self.ranks.tp_size:05d}{path.suffix}")
-            place = str(path)
-            self.ranks.together(lambda: self._write_policy(path, own), self.ranks.tp_group)
+            flat = {name: view.detach().flatten(0, 1) if view.dim() == 3 else view.detach() for name, (view, _, _) in own.items()}
+            write = self._write_memory if transport == "shm" else lambda tensors: self._write_file(path, tensors)
+            self.ranks.together(lambda: write(flat), self.ranks.tp_group)
+            place = self._memory.path if transport == "shm" else str(path)
         if whole:
             return {**manifest, "location": place}
         slices = {name: [dim, start] for name, (_, dim, start) in own.items()}
         return {**manifest, "parts": self.ranks.gather({"location": place, "slices": slices}, self.ranks.tp_group)}
 
-    def _write_policy(self, path: Path, own: dict) -> None:
+    def _write_memory(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._memory is None:
+            self._memory = MemoryFile(tensors)
+        for name, tensor in tensors.items():
+            copy_to_host(tensor, self._memory.tensors[name])
+
+    def _write_file(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        flat = {name: view.flatten(0, 1) if view.dim() == 3 else view for name, (view, _, _) in own.items()}
-        tensors = {name: copy_to_host(t) if t.is_cuda else t.detach().contiguous() for name, t in flat.items()}
+        tensors = {name: copy_to_host(t) if t.is_cuda else t.contiguous() for name, t in tensors.items()}
         with checkpoint.writing(path, sum(t.nbytes for t in tensors.values())):
             save_file(tensors, path)
             checkpoint.give_users_mode(path)
@@ -1046,14 +1059,50 @@ def pinned(size: int) -> torch.Tensor:
     return buffer
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A host copy of `tensor`. From a GPU through one pinned piece: 55 GB/s, where pageable memory takes 1.5 (H200)."""
+class MemoryFile:
+    """A safetensors file in memory, with room for these tensors, that a process of the same user on this host can open.
+
+    It has no name in any folder (memfd_create(2)): no limit of /dev/shm holds for it, and it is gone with the last process
+    that holds it, however that ended. OSError where there is no room for it. Its pages are made once, here: to fill new ones
+    took most of a publication's time.
+
+    `path`: where to open it, while this process lives. `tensors`: name -> the tensor in the file, to write to.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        header, size = {}, 0
+        for name, tensor in tensors.items():
+            dtype = checkpoint.stored_dtype(tensor.dtype)
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [size, size + tensor.nbytes]}
+            size += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start = 8 + len(text)
+        self._fd = os.memfd_create("nanbeige-policy")
+        try:  # without room this fails; a page touched later would end the process
+            os.posix_fallocate(self._fd, 0, start + size)
+        except OSError as error:
+            hint = f"no room in memory for a policy of {size / 1e9:.3g} GB; --publication-transport disk needs none"
+            raise OSError(error.errno, f"{error.strerror} ({hint})") from None
+        os.pwrite(self._fd, struct.pack("<Q", len(text)) + text, 0)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        whole = torch.from_file(self.path, shared=True, size=start + size, dtype=torch.uint8)[start:]
+        self.tensors = {
+            name: whole[slice(*header[name]["data_offsets"])].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in tensors.items()
+        }
+
+
+def copy_to_host(tensor: torch.Tensor, host: torch.Tensor | None = None) -> torch.Tensor:
+    """A host copy of `tensor`: in `host`, or new. From a GPU through one pinned piece: 55 GB/s, where pageable memory takes
+    1.5 (H200)."""
+    if host is None:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
     if not tensor.is_cuda:
-        return tensor.detach().clone()
+        return host.copy_(tensor.detach())
     global _piece
     if _piece is None:
         _piece = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
     source = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for a, b in zip(source.split(len(_piece)), host.view(-1).view(torch.uint8).split(len(_piece)), strict=True):
         b.copy_(_piece[: len(a)].copy_(a))

@@ -23,10 +23,6 @@ import psutil
 from machine import machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from run import publication_path  # noqa: E402
-
 TINY = ROOT / "examples" / "tiny"
 PROMPTS, COMPLETIONS, TOKENS, SAVE = 4, 4, 16, 25
 NAMES = {  # what a command line holds → what the process is
@@ -68,9 +64,8 @@ def size(path: Path) -> int:
 
 
 def outside(run: Path) -> dict[str, list[Path]]:
-    """What a run keeps outside its own directory: Ray's folder (RAY_TMPDIR is the parent of RUN), the publication in flight."""
-    shared = publication_path(run, "shm")
-    return {"Ray's folder": list(run.parent.glob("nanbeige-ray-*")), "/dev/shm": [shared] if shared.exists() else []}
+    """What a run keeps outside its own directory: Ray's folder (RAY_TMPDIR is the parent of RUN)."""
+    return {"Ray's folder": list(run.parent.glob("nanbeige-ray-*"))}
 
 
 def sample(driver: psutil.Process, run: Path) -> dict:

@@ -293,7 +293,7 @@ def sensitivity() -> list[str]:
 
     def nccl(hw, r):
         """No host, no file, no reading: a broadcast's ring carries the policy at the network's rate. The digests stay."""
-        return {"snapshot": math.inf, "shm": math.inf, "disk": math.inf, "share_node": math.inf, "share_all": math.inf,
+        return {"snapshot": math.inf, "disk": math.inf, "share_node": math.inf, "share_all": math.inf,
                 "load": hw.network * hw.ring}  # fmt: skip
 
     def spare(hw, r):

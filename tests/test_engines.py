@@ -1,7 +1,6 @@
 """Several engines as one: completions that do not depend on how many there are, the commit that all share, replacement,
 and engines of two ranks. Real engines of a small random model, as Ray actors."""
 
-import contextlib
 import errno
 import os
 import signal
@@ -138,12 +137,9 @@ class Sender:
     def __init__(self, folder, policies):
         self.folder, self.policies, self.sent = folder, policies, 0
 
-    @contextlib.contextmanager
     def __call__(self, version):
         self.sent += 1
-        path = self.folder / f"{version}.safetensors"
-        yield manifest(path, self.policies(version), version)
-        path.unlink()
+        return manifest(self.folder / "current.safetensors", self.policies(version), version)
 
 
 @pytest.fixture
@@ -247,8 +243,8 @@ def test_one_engine_that_refuses_leaves_all_refusing_until_a_whole_publication(c
 
 
 def test_no_engine_generates_under_a_verified_policy_that_is_not_committed(cluster, actors, send):
-    with send(next_version()) as stated:
-        cluster.get([actor[0].prepare.remote(stated) for actor in actors])
+    stated = send(next_version())
+    cluster.get([actor[0].prepare.remote(stated) for actor in actors])
     for actor in actors:
         with pytest.raises(GuardError, match="does not generate: a publication is under way"):
             cluster.get(actor[0].generate.remote(make_requests(1)))
@@ -281,8 +277,8 @@ def test_a_committed_version_again_is_loaded_only_where_it_is_not_held(cluster, 
     two, version = made_of(actors[:2], tmp_path / "run"), next_version()
     two.publish(version, send)
     three = made_of(actors, tmp_path / "run")
-    with send(version) as stated:
-        found = cluster.get([actor[0].prepare.remote(stated) for actor in actors])
+    stated = send(version)
+    found = cluster.get([actor[0].prepare.remote(stated) for actor in actors])
     assert found[0] == found[1] == {} and found[2].keys() == {"load", "digest"}
     three.publish(version, send)
     assert len(three.generate(make_requests(6), 2)) == 6

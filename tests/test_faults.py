@@ -188,15 +188,11 @@ def test_a_value_that_may_be_secret_stands_nowhere_and_must_be_given_again(tmp_p
 
 
 @pytest.mark.parametrize("mask, mode", [(0o077, 0o600), (0o022, 0o644)])
-def test_the_publication_in_shared_memory_has_the_users_mode(mask, mode):
-    place = Path(f"/dev/shm/nanbeige-test-{os.getpid()}.safetensors")
-    t = make()
-    try:
-        with umask(mask):
-            t.publish(1, "shm", str(place))
-        assert place.stat().st_mode & 0o777 == mode
-    finally:
-        place.unlink()
+def test_the_publication_by_file_has_the_users_mode(mask, mode, tmp_path):
+    place = tmp_path / "current.safetensors"
+    with umask(mask):
+        make().publish(1, "disk", str(place))
+    assert place.stat().st_mode & 0o777 == mode
 
 
 def test_rays_folder_is_the_users_own_and_what_a_killed_run_left_is_removed(tmp_path, monkeypatch):

@@ -1,10 +1,13 @@
 """The trainer in one process: guards stop before the optimizer, snapshots stand still, layout of the batch changes nothing."""
 
 import contextlib
+import errno
 import os
 import random
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import job
@@ -238,6 +241,39 @@ def test_a_full_disk_is_named_with_what_to_do_and_nothing_half_written_stays(tmp
             assert not os.listdir(os.path.dirname(path))
         write()
     checkpoint.verify_checkpoint(run, 1)
+
+
+READER = """
+import sys
+from safetensors.torch import load_file
+import checkpoint
+print(checkpoint.digest_of(load_file(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_publication_by_shared_memory_is_a_file_without_a_name_which_the_next_one_overwrites(precision, tmp_path):
+    def read(manifest):
+        done = subprocess.run([sys.executable, "-c", READER, manifest["location"]], cwd=job.ROOT, capture_output=True, text=True)
+        return done.stdout.strip() or done.stderr
+
+    named, t = set(os.listdir("/dev/shm")), make(precision=precision)
+    first = t.publish(1, "shm", str(tmp_path / "unused"))
+    assert read(first) == first["digest"] == t.policy()["digest"]
+    t.train(replayed(t, batch()), 0)
+    second = t.publish(2, "shm", str(tmp_path / "unused"))
+    assert second["location"] == first["location"] and second["digest"] != first["digest"]
+    assert read(second) == second["digest"]
+    assert not list(tmp_path.iterdir()) and not [n for n in set(os.listdir("/dev/shm")) - named if "nanbeige" in n]
+
+
+def test_no_room_for_a_publication_in_memory_is_said_before_anything_is_written(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device \(no room in memory for a policy of .* GB; --publication-tr"):
+        make().publish(1, "shm", "unused")
 
 
 @contextlib.contextmanager
