@@ -861,26 +861,26 @@ class Trainer:
             path = Path(location)
             if not whole:
                 path = path.with_name(f"{path.stem}-{self.ranks.tp + 1:05d}-of-{self.ranks.tp_size:05d}{path.suffix}")
-            flat = {name: view.detach().flatten(0, 1) if view.dim() == 3 else view.detach() for name, (view, _, _) in own.items()}
-            write = self._write_memory if transport == "shm" else lambda tensors: self._write_file(path, tensors)
-            self.ranks.together(lambda: write(flat), self.ranks.tp_group)
+            views = {name: view.detach() for name, (view, _, _) in own.items()}
+            write = self._write_memory if transport == "shm" else lambda views: self._write_file(path, views)
+            self.ranks.together(lambda: write(views), self.ranks.tp_group)
             place = self._memory.path if transport == "shm" else str(path)
         if whole:
             return {**manifest, "location": place}
         slices = {name: [dim, start] for name, (_, dim, start) in own.items()}
         return {**manifest, "parts": self.ranks.gather({"location": place, "slices": slices}, self.ranks.tp_group)}
 
-    def _write_memory(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _write_memory(self, views: dict[str, torch.Tensor]) -> None:
         if self._memory is None:
-            self._memory = MemoryFile(tensors)
-        for name, tensor in tensors.items():
-            copy_to_host(tensor, self._memory.tensors[name])
+            self._memory = MemoryFile({name: unfused(view.to("meta")) for name, view in views.items()})
+        for name, view in views.items():
+            copy_to_host(unfused(view), self._memory.tensors[name])
 
-    def _write_file(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def _write_file(self, path: Path, views: dict[str, torch.Tensor]) -> None:
         from safetensors.torch import save_file
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: copy_to_host(t) if t.is_cuda else t.contiguous() for name, t in tensors.items()}
+        tensors = {name: copy_to_host(unfused(v)) if v.is_cuda else unfused(v).contiguous() for name, v in views.items()}
         with checkpoint.writing(path, sum(t.nbytes for t in tensors.values())):
             save_file(tensors, path)
             checkpoint.give_users_mode(path)
@@ -1059,8 +1059,13 @@ def pinned(size: int) -> torch.Tensor:
     return buffer
 
 
+def unfused(view: torch.Tensor) -> torch.Tensor:
+    """A piece of a fused weight, [groups, rows, hidden], as the native tensor that it is; others as they are."""
+    return view.flatten(0, 1) if view.dim() == 3 else view
+
+
 class MemoryFile:
-    """A safetensors file in memory, with room for these tensors, that a process of the same user on this host can open.
+    """A safetensors file in memory, with room for tensors like these, that a process of the same user on this host can open.
 
     It has no name in any folder (memfd_create(2)): no limit of /dev/shm holds for it, and it is gone with the last process
     that holds it, however that ended. OSError where there is no room for it. Its pages are made once, here: to fill new ones
