@@ -562,12 +562,22 @@ def place(r: Recipe, inputs: Inputs, epoch: int, threads: int):
         nodes = placement_group_table(groups[0])["bundles_to_node_id"]
         order = sorted(range(r.train_gpus), key=lambda bundle: (nodes[bundle] != nodes[0], nodes[bundle], bundle))
 
+        asked = json.loads(r.train_env_vars)
+        trainer_env = {**common, **deterministic, **several, **asked}
+        if asked:  # a worker that its environment kills (PATH, PYTHONHOME) Ray starts again and again, so a small task goes first
+            where = In(groups[0], placement_group_bundle_index=0)
+            started = ray.remote(engines.free_address).options(
+                num_cpus=0, scheduling_strategy=where, runtime_env={"env_vars": trainer_env}
+            )
+            if not ray.wait([started.remote()], timeout=120)[0]:
+                raise ValueError(f"--train-env-vars: no process starts with {', '.join(asked)} as given, within two minutes")
+
         def make_trainer(rank: int):
             make = ray.remote(trainer.Trainer).options(
                 num_cpus=1,
                 num_gpus=gpu / 2 if shared and rank == 0 else gpu,
                 scheduling_strategy=In(groups[0], placement_group_bundle_index=order[rank]),
-                runtime_env={"env_vars": {**common, **deterministic, **several, **json.loads(r.train_env_vars)}},
+                runtime_env={"env_vars": trainer_env},
             )
             return make.remote(trainer_settings, rank, r.train_gpus)
 

@@ -187,6 +187,13 @@ def test_a_value_that_may_be_secret_stands_nowhere_and_must_be_given_again(tmp_p
     assert command.resolve(*command.parse([*again, "--train-env-vars", VARIABLES])).train_env_vars == VARIABLES
 
 
+@pytest.mark.slow
+def test_variables_with_which_no_process_starts_are_named_and_not_waited_for(tmp_path):
+    code, output = job.run(*job.SMALL, "--train-env-vars", '{"PATH": ""}', "--output", str(tmp_path / "run"), timeout=300)
+    assert code == 2 and "--train-env-vars: no process starts with PATH as given" in output, output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("mask, mode", [(0o077, 0o600), (0o022, 0o644)])
 def test_the_publication_by_file_has_the_users_mode(mask, mode, tmp_path):
     place = tmp_path / "current.safetensors"
