@@ -645,7 +645,7 @@ def _check_end(run: RunFiles, count: int) -> Row:
     if wanted is None:
         return Row("end", None, "run.json does not say how many updates were asked for")
     if count < wanted:
-        return Row("end", None, f"stopped after {count} of {wanted} updates; --resume continues it")
+        return Row("end", None, f"stopped after {count} of {wanted} updates")
     if wanted + 1 not in run.digests():
         return Row("end", False, f"all updates are done, but version {wanted + 1} was not committed; --resume does it")
     if wanted not in checkpoint.list_checkpoints(run.path):

@@ -412,7 +412,7 @@ def create_run(run: Path | str, record: Mapping[str, Any]) -> None:
         if not _flock(fd, fcntl.LOCK_EX, run, 0.2):
             raise RunLocked(f"{run}: another process works on this run")
         if holds_run(run):
-            raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --output")
+            raise ValueError(f"{run} already holds a run; go on with --resume, or choose another --output")
         write_atomic(run / "run.json", data)
     finally:
         os.close(fd)
@@ -974,14 +974,16 @@ def newest_checkpoint(run: Path | str, say: Callable[[str], None]) -> tuple[int,
     then delete what the user may still want to look at, so the user decides.
     """
     counts = list_checkpoints(run)
+    reason = ""
     for updates in reversed(counts):
         try:
             return updates, verify_checkpoint(run, updates)
         except ValueError as error:
-            say(f"checkpoint {updates:06d} is passed over: {error}")
+            reason = str(error)
+            say(f"checkpoint {updates:06d} is passed over: {reason}")
     if counts:
         raise ValueError(
-            f"{Path(run) / 'checkpoints'}: no checkpoint verifies; remove this directory to start again from update 0"
+            f"{run}: no checkpoint verifies ({reason}); without checkpoints and metrics.jsonl a resume starts again from update 0"
         )
     return None
 

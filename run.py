@@ -251,6 +251,14 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else text[:100] + "…"
 
 
+def _named_once(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object. ValueError where it has a name twice."""
+    for n, (name, _) in enumerate(pairs):
+        if name in (other for other, _ in pairs[:n]):
+            raise ValueError(f"{_shown(name)} comes twice")
+    return dict(pairs)
+
+
 def _is_text(value: str) -> bool:
     """Whether files, other processes and the operating system can take it: UTF-8 without NUL."""
     return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
@@ -344,14 +352,16 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     if r.track and importlib.util.find_spec(r.track) is None:
         raise ValueError(f"--track {r.track}: not installed; pip install -e '.[{r.track}]'")
     try:
-        env = json.loads(r.train_env_vars)
+        env = json.loads(r.train_env_vars, object_pairs_hook=_named_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--train-env-vars is not JSON: {error}") from None
     if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
         raise ValueError("--train-env-vars must be a JSON object of strings")
     for name, value in env.items():
-        if not name or "=" in name or not _is_text(name + value):
-            raise ValueError(f"--train-env-vars: an environment cannot hold {_shown({name: value})}")
+        if not name or "=" in name or not _is_text(name + value):  # the value may be a secret
+            raise ValueError(f"--train-env-vars: an environment cannot hold the name or the value of {_shown(name)}")
+        if len(f"{name}={value}".encode()) >= 2**17:
+            raise ValueError(f"--train-env-vars: the value of {_shown(name)} is too long for an environment (128 KiB)")
         if _HIDDEN.fullmatch(value):
             raise ValueError(f"--train-env-vars: run.json does not keep the value of {name}; give --train-env-vars again")
     return r
@@ -696,7 +706,8 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
                 publish(done + 1)
             with clock("evaluate"):
                 evaluation["after"] = evaluate(r, inputs, at, grader, done)
-        save = done == last or done % r.save_interval == 0 or bool(stop.signal)
+        stopping = bool(stop.signal)  # asked once: of a signal from here on the next update takes notice, and is saved
+        save = done == last or done % r.save_interval == 0 or stopping
         if save:
             with clock("checkpoint"):
                 cluster.each(at.trainers, "snapshot", str(run), done)
@@ -717,7 +728,7 @@ def train(r: Recipe, inputs: Inputs, at: Placed, grader, start: int, cursor: int
         if save:
             cluster.each(at.trainers, "write_checkpoint", str(run), done, cursor, r.keep_checkpoints)
         show.update(row)
-        if stop.signal:
+        if stopping:
             break
 
     finished = done == r.updates if start < last else start == r.updates
@@ -942,6 +953,8 @@ def main(argv: list[str]) -> int:
             if found:
                 start, state = found
                 cursor = state["cursor"]
+            if start > r.updates:
+                raise ValueError(f"{run / 'run.json'}: \"updates\" is {r.updates}, and there is a checkpoint after {start}")
             last = checkpoint.read_commits(run)
             if start == r.updates and last and last[-1]["version"] == r.updates + 1:
                 print(f"{run} is finished: {r.updates} updates, version {r.updates + 1} committed")
@@ -1012,6 +1025,9 @@ def check_record(saved: dict, where: str) -> dict:
     empty = {f.name for f in dataclasses.fields(Recipe) if f.default is None}
     if wrong := [name for name, value in own.items() if value is None and name not in empty]:
         raise ValueError(f"{where}: {json.dumps(wrong[0])} is null")
+    left_out = {"resume", "stop_after", "ray_address", "output", "dry_run"}
+    if lacking := [f.name for f in dataclasses.fields(Recipe) if f.name not in {*own, *left_out}]:
+        raise ValueError(f"{where}: \"recipe\" lacks {', '.join(lacking)}; was it begun with another version of this program?")
     return own
 
 

@@ -99,6 +99,17 @@ def test_stopped_moved_and_resumed_with_other_free_settings_equals_uninterrupted
         assert str(run).encode() not in data and str(moved).encode() not in data, f"{path} holds where the run lies"
 
 
+def test_a_signal_that_comes_when_an_update_is_being_recorded_ends_the_run_after_the_next_one_saved(whole, tmp_path):
+    """It is too late for this update's checkpoint; to end without one would lose all since the last."""
+    run = tmp_path / "run"
+    seam = job.seam("checkpoint:append_rollouts:before:1:terminate")
+    code, output = job.run(*arguments("flow-dppo"), "--save-interval", "9", "--output", str(run), **seam)
+    assert code == 143 and "stopped after update 2 of 3, saved" in output, output
+    assert checkpoint.list_checkpoints(run) == [2]
+    resumed(run)
+    equal(whole("flow-dppo"), run)
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_whole_process_group_while_ray_starts_waits_for_the_first_update(whole, tmp_path):
     """As `timeout` and SLURM send it. Ray's own processes go on, and its own handler does not end the run."""
@@ -446,6 +457,22 @@ def test_inputs_are_compared_by_content_wherever_they_lie(recorded, tmp_path):
     digest(refusal(recorded, "--eval-data", str(data)), "eval_data")
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert "model chat_template.jinja" in refusal(recorded, *moved)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"updates": 1}, '"updates" is 1, and there is a checkpoint after 3'), ({"lr": None}, '"recipe" lacks lr')],
+    ids=["updates", "lr"],
+)
+def test_a_run_json_that_cannot_be_of_this_run_is_refused_before_the_start(changes, message, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole("flow-dppo"), run)
+    record = checkpoint.read_run(run)
+    recipe = {**record["recipe"], **changes}
+    recipe = {name: value for name, value in recipe.items() if name not in changes or value is not None}
+    checkpoint.write_atomic(run / "run.json", checkpoint._dumps({**record, "recipe": recipe}))
+    code, output = job.run("--resume", "--output", str(run), timeout=60)
+    assert code == 2 and message in output and "starting Ray" not in output, output
 
 
 @pytest.mark.slow
