@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ORPHAN_WAIT_S = 30.0  # how long a resume waits for processes of a killed run
 _THREADED_FROM = 1 << 20  # bytes; below this, starting threads costs more than hashing
-_PIECE, _PIECES = 128 << 20, 4  # bytes of one pinned buffer of `tensor_digests`, and how many
+_PIECE, _PIECES = 128 << 20, 4  # bytes of one pinned buffer, and how many `tensor_digests` uses; `copy_pinned` has one more
 _pinned: dict[int, Any] = {}  # kept for the life of the process: pinning costs more than hashing
 _CHUNK = 16 << 20  # bytes read at a time when a file is hashed
 _NUMBERED = re.compile(r"[0-9]{6,}")
@@ -107,9 +107,7 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tup
                 slot = len(jobs) % _PIECES
                 if len(jobs) >= _PIECES:
                     jobs[-_PIECES].result()  # the slot's last user has been hashed
-                if slot not in _pinned:
-                    _pinned[slot] = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-                host = _pinned[slot][: piece.numel()]
+                host = _pinned_piece(slot)[: piece.numel()]
                 host.copy_(piece, non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record()
@@ -118,6 +116,25 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tup
         for job in jobs:
             job.result()
     return {n: (d, shape, h if isinstance(h, str) else h.hexdigest()) for n, (d, shape, h) in found.items()}
+
+
+def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between a GPU and pageable host memory, either way, through one pinned piece: 55 GB/s from the GPU, where it takes
+    1.5 without (H200). Both are contiguous, of one type and shape."""
+    import torch
+
+    piece = _pinned_piece(_PIECES)
+    pieces = (tensor.view(-1).view(torch.uint8).split(len(piece)) for tensor in (source, target))
+    for a, b in zip(*pieces, strict=True):
+        b.copy_(piece[: len(a)].copy_(a))
+
+
+def _pinned_piece(slot: int) -> torch.Tensor:
+    import torch
+
+    if slot not in _pinned:
+        _pinned[slot] = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+    return _pinned[slot]
 
 
 def _hash_piece(hasher: Any, copied: Any, host: torch.Tensor) -> None:

@@ -288,7 +288,8 @@ class _RowError(ValueError):
     pass
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict:
+def unique_fields(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object from its fields. ValueError where one stands twice."""
     row = dict(pairs)
     if len(row) != len(pairs):
         names = [name for name, _ in pairs]
@@ -311,7 +312,7 @@ def _needs(how: Reading) -> str:
 def _json_object(line: str, how: Reading) -> dict:
     """The object in one line. Raises _RowError."""
     try:
-        row = json.loads(line, object_pairs_hook=_object, parse_constant=_no_constant)
+        row = json.loads(line, object_pairs_hook=unique_fields, parse_constant=_no_constant)
     except _RowError:
         raise
     except json.JSONDecodeError as error:

@@ -261,23 +261,15 @@ def _joined(parts: list[Mapping[str, Any]], manifest: Mapping[str, Any], device:
 
 
 def _to_gpu(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-    """The tensor on this process's GPU: there already, or copied through one pinned piece, as pageable memory is slow."""
+    """The tensor on this process's GPU: there already, or copied to it."""
     import torch
 
     name, tensor = named
     if tensor.is_cuda:
         return named
-    global _piece
-    if _piece is None:
-        _piece = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-    source, target = (t.contiguous().view(-1).view(torch.uint8).split(len(_piece)) for t in (tensor, there))
-    for a, b in zip(source, target, strict=True):
-        b.copy_(_piece[: len(a)].copy_(a))
+    checkpoint.copy_pinned(tensor.contiguous(), there)
     return name, there
-
-
-_piece: torch.Tensor | None = None
 
 
 @contextlib.contextmanager

@@ -251,14 +251,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else text[:100] + "…"
 
 
-def _named_once(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object. ValueError where it has a name twice."""
-    for n, (name, _) in enumerate(pairs):
-        if name in (other for other, _ in pairs[:n]):
-            raise ValueError(f"{_shown(name)} comes twice")
-    return dict(pairs)
-
-
 def _is_text(value: str) -> bool:
     """Whether files, other processes and the operating system can take it: UTF-8 without NUL."""
     return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
@@ -352,7 +344,7 @@ def resolve(values: dict, given: set[str]) -> Recipe:
     if r.track and importlib.util.find_spec(r.track) is None:
         raise ValueError(f"--track {r.track}: not installed; pip install -e '.[{r.track}]'")
     try:
-        env = json.loads(r.train_env_vars, object_pairs_hook=_named_once)
+        env = json.loads(r.train_env_vars, object_pairs_hook=data.unique_fields)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--train-env-vars is not JSON: {error}") from None
     if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
@@ -1025,8 +1017,7 @@ def check_record(saved: dict, where: str) -> dict:
     empty = {f.name for f in dataclasses.fields(Recipe) if f.default is None}
     if wrong := [name for name, value in own.items() if value is None and name not in empty]:
         raise ValueError(f"{where}: {json.dumps(wrong[0])} is null")
-    left_out = {"resume", "stop_after", "ray_address", "output", "dry_run"}
-    if lacking := [f.name for f in dataclasses.fields(Recipe) if f.name not in {*own, *left_out}]:
+    if lacking := [f.name for f in dataclasses.fields(Recipe) if f.name not in {*own, *FREE}]:
         raise ValueError(f"{where}: \"recipe\" lacks {', '.join(lacking)}; was it begun with another version of this program?")
     return own
 

@@ -208,7 +208,7 @@ def test_a_tiny_recipe_passes_a_dry_run_and_is_the_setting_that_was_seen_to_lear
     monkeypatch.chdir(job.ROOT)
     path = f"examples/recipes/tiny-{algorithm}.toml"
     assert command.main(["--config", path, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
-    assert "settings are in order" in capsys.readouterr().out
+    assert "model, data, reward and settings are in order" in capsys.readouterr().out
     from benchmarks import learning
 
     words = ["--algorithm", algorithm, *learning.COMMON, *learning.SETTINGS[algorithm], "--output", "RUN"]

@@ -552,7 +552,7 @@ FOUND = {
     "--kv-cache-gib=1e308": "--kv-cache-gib must be from 0 to 1000000",
     '--train-env-vars={"A=B": "c"}': "an environment cannot hold",
     "--train-env-vars=" + "[" * 5000: "--train-env-vars is not JSON",
-    '--train-env-vars={"A": "1", "A": "2"}': '"A" comes twice',
+    '--train-env-vars={"A": "1", "A": "2"}': '--train-env-vars is not JSON: the field "A" stands twice in one object',
     '--train-env-vars={"A": "' + "x" * 2**17 + '"}': 'the value of "A" is too long for an environment',
     "--model-revision=\udcff": "--model-revision holds a NUL or is not UTF-8",
 }

@@ -243,6 +243,15 @@ def test_a_full_disk_is_named_with_what_to_do_and_nothing_half_written_stays(tmp
     checkpoint.verify_checkpoint(run, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_by_pieces_is_the_tensor_whatever_its_size(dtype, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_pinned", {checkpoint._PIECES: torch.empty(1000, dtype=torch.uint8)})
+    for shape in [(1,), (499,), (250,), (251, 3), (1000, 4)]:
+        source, target = torch.randn(shape).to(dtype), torch.zeros(shape, dtype=dtype)
+        checkpoint.copy_pinned(source, target)
+        assert torch.equal(source, target)
+
+
 READER = """
 import sys
 from safetensors.torch import load_file
