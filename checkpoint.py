@@ -90,9 +90,20 @@ def stored_dtype(dtype: torch.dtype) -> str:
     return name
 
 
-def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+def dtype_of(stored: str) -> torch.dtype:
+    """The type with that name in safetensors. KeyError for others."""
+    import torch
+
+    return getattr(torch, {name: ours for ours, name in _DTYPES.items()}[stored])
+
+
+def tensor_digests(
+    tensors: Iterable[tuple[str, torch.Tensor]], into: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """`tensor_digest` of each (name, tensor). CUDA tensors stream through pinned memory: one piece is copied while the
-    pieces before it are hashed by all cores, so 16.7 GB cost what the hashing costs, and no second copy is needed."""
+    pieces before it are hashed by all cores, so 16.7 GB cost what the hashing costs, and no second copy is needed.
+
+    `into`: name → pinned host tensor that a CUDA tensor is copied to instead, so that the copy stays; it is what is hashed."""
     import torch
 
     found, jobs = {}, []
@@ -103,11 +114,13 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tup
                 continue
             dtype = stored_dtype(tensor.dtype)
             hasher = blake3(max_threads=blake3.AUTO)
-            for piece in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_PIECE):
-                slot = len(jobs) % _PIECES
-                if len(jobs) >= _PIECES:
-                    jobs[-_PIECES].result()  # the slot's last user has been hashed
-                host = _pinned_piece(slot)[: piece.numel()]
+            places = _bytes(into[name]).split(_PIECE) if into else itertools.repeat(None)
+            for piece, host in zip(_bytes(tensor.detach().contiguous()).split(_PIECE), places, strict=False):
+                if host is None:
+                    slot = len(jobs) % _PIECES
+                    if len(jobs) >= _PIECES:
+                        jobs[-_PIECES].result()  # the slot's last user has been hashed
+                    host = _pinned_piece(slot)[: piece.numel()]
                 host.copy_(piece, non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record()
@@ -118,14 +131,20 @@ def tensor_digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tup
     return {n: (d, shape, h if isinstance(h, str) else h.hexdigest()) for n, (d, shape, h) in found.items()}
 
 
-def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between a GPU and pageable host memory, either way, through one pinned piece: 55 GB/s from the GPU, where it takes
-    1.5 without (H200). Both are contiguous, of one type and shape."""
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
+    return tensor.view(-1).view(torch.uint8)
+
+
+def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between a GPU and host memory, either way: at once where that is pinned (hostmemory.py), else through one pinned
+    piece. Both are contiguous, of one type and shape."""
+    if source.is_pinned() or target.is_pinned():
+        target.copy_(source)
+        return
     piece = _pinned_piece(_PIECES)
-    pieces = (tensor.view(-1).view(torch.uint8).split(len(piece)) for tensor in (source, target))
-    for a, b in zip(*pieces, strict=True):
+    for a, b in zip(*(_bytes(tensor).split(len(piece)) for tensor in (source, target)), strict=True):
         b.copy_(piece[: len(a)].copy_(a))
 
 

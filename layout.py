@@ -161,10 +161,13 @@ class Ranks:
             torch.cuda.current_stream().synchronize()
         return flat.view(like.shape)
 
-    def digests(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """`checkpoint.tensor_digests` of full tensors that every tensor-parallel rank sees; each hashes its share of them."""
+    def digests(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """`checkpoint.tensor_digests` of full tensors that every tensor-parallel rank sees; each hashes its share of them.
+        `into`: only without tensor parallelism."""
         if self.tp_size == 1:
-            return checkpoint.tensor_digests(tensors)
+            return checkpoint.tensor_digests(tensors, into)
         order: list[str] = []
 
         def mine() -> Iterator[tuple[str, torch.Tensor]]:

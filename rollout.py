@@ -30,7 +30,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,7 +216,7 @@ def _engine_revision() -> _Installed:
 
 
 def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) one at a time from the transport of a manifest.
+    """(name, full tensor on `device`) one at a time from the transport of a manifest.
 
     'disk' and 'shm': `location` is one safetensors file. 'ipc': `location` is {"device": UUID of the sender's GPU,
     "handles": {name: what torch's `reduce_tensor` gives to rebuild it}} from a process of this host, whose tensors stay
@@ -229,9 +229,9 @@ def received(manifest: Mapping[str, Any], device: str) -> Iterator[tuple[str, to
     if "parts" in manifest:
         yield from _joined(manifest["parts"], manifest, device)
         return
-    with _opened(manifest["location"], manifest, device) as source:
-        for name in source.keys():
-            tensor = source.get_tensor(name)
+    with _opened(manifest["location"], manifest, device) as (names, get):
+        for name in names:
+            tensor = get(name)
             yield name, tensor.reshape(manifest["tensors"][name][1]) if manifest["transport"] == "ipc" else tensor
 
 
@@ -239,13 +239,13 @@ def _joined(parts: list[Mapping[str, Any]], manifest: Mapping[str, Any], device:
     import torch
 
     with contextlib.ExitStack() as stack:
-        sources = [(stack.enter_context(_opened(p["location"], manifest, device)), p["slices"]) for p in parts]
+        sources = [(stack.enter_context(_opened(p["location"], manifest, device))[1], p["slices"]) for p in parts]
         for name, (_, shape) in manifest["tensors"].items():
             full, filled = None, 0
-            for source, slices in sources:
+            for get, slices in sources:
                 if name not in slices:
                     continue
-                (dim, start), piece = slices[name], source.get_tensor(name)
+                (dim, start), piece = slices[name], get(name)
                 if piece.dim() > len(shape):  # a live slice of a fused weight
                     piece = piece.flatten(0, 1)
                 if full is None:
@@ -260,55 +260,51 @@ def _joined(parts: list[Mapping[str, Any]], manifest: Mapping[str, Any], device:
             yield name, full
 
 
-def _to_gpu(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-    """The tensor on this process's GPU: there already, or copied to it."""
-    import torch
-
-    name, tensor = named
-    if tensor.is_cuda:
-        return named
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-    checkpoint.copy_pinned(tensor.contiguous(), there)
-    return name, there
-
-
 @contextlib.contextmanager
-def _opened(location: Any, manifest: Mapping[str, Any], device: str) -> Iterator[Any]:
-    """What one sender left, with safetensors' `keys()` and `get_tensor(name)`."""
-    if manifest["transport"] in ("disk", "shm"):
+def _opened(
+    location: Any, manifest: Mapping[str, Any], device: str
+) -> Iterator[tuple[Iterable[str], Callable[[str], torch.Tensor]]]:
+    """What one sender left: the names, and what gives the tensor of a name, on `device`."""
+    if manifest["transport"] == "ipc":
+        shared = _by_handles(location)
+        yield shared, shared.__getitem__
+    elif manifest["transport"] == "shm" and device == "cuda":
+        import hostmemory
+
+        tensors = hostmemory.open_policy_file(location, gpu=True).tensors
+        yield tensors, lambda name: _to_gpu(tensors[name])
+    elif manifest["transport"] in ("disk", "shm"):
         from safetensors import safe_open
 
-        with safe_open(location, framework="pt", device=device) as file:
-            yield file
-    elif manifest["transport"] == "ipc":
-        yield _Handles(location)
+        with safe_open(location, framework="pt") as file:
+            yield file.keys(), lambda name: _to_gpu(file.get_tensor(name)) if device == "cuda" else file.get_tensor(name)
     else:
         raise GuardError(f"unknown publication transport {manifest['transport']!r}")
 
 
-class _Handles:
+def _to_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+    checkpoint.copy_pinned(tensor.contiguous(), there)
+    return there
+
+
+def _by_handles(location: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors of another process of this host by their CUDA IPC handles."""
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    def __init__(self, location: Mapping[str, Any]):
-        import torch
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-        if location["device"] not in visible:
-            raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
-        device = visible[location["device"]]
-        self._tensors = {}
-        for name, handle in location["handles"].items():
-            args = list(handle)
-            args[6] = device  # `storage_device`: the sender's number for its GPU, where this process may have another
-            # All are open before the first is used, and stay so: tensors that share an allocation share one mapping of it.
-            self._tensors[name] = rebuild_cuda_tensor(*args)
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if location["device"] not in visible:
+        raise GuardError("the sender's GPU is not visible to the engine; use another --publication-transport")
+    tensors = {}
+    for name, handle in location["handles"].items():
+        args = list(handle)
+        args[6] = visible[location["device"]]  # `storage_device`: the sender's number, where this process may have another
+        # All are open before the first is used, and stay so: tensors that share an allocation share one mapping of it.
+        tensors[name] = rebuild_cuda_tensor(*args)
+    return tensors
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -483,8 +479,7 @@ class RolloutEngine:
         self.start(manifest["version"])
         self._check_stated(manifest["tensors"])
         began = time.perf_counter()
-        tensors = received(manifest, "cpu")
-        self.receive(map(_to_gpu, tensors) if self.settings.device == "cuda" else tensors)
+        self.receive(received(manifest, self.settings.device))
         return time.perf_counter() - began
 
     def pause(self) -> None:

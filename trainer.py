@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import mmap
 import os
 import pickle
 import random
-import struct
 import threading
 import time
-import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,6 +27,7 @@ import torch
 
 import algorithms
 import checkpoint
+import hostmemory
 import layout
 import megatron_cpu
 import provider
@@ -337,7 +334,7 @@ class Network:
         size = sum(t.numel() * t.element_size() for t in self._away)
         if self._pinned is None or self._pinned.nbytes < size:
             self._pinned = None  # before the larger one is made
-            self._pinned = pinned(size)
+            self._pinned = hostmemory.pinned(size)
         for t, host in self._places_on_host():
             host.copy_(t, non_blocking=True)
         torch.cuda.synchronize()
@@ -553,7 +550,7 @@ class Trainer:
         self._writer: threading.Thread | None = None
         self._writer_error: BaseException | None = None
         self._digest_cache: dict | None = None
-        self._memory: MemoryFile | None = None  # what a publication by shared memory lies in
+        self._memory: hostmemory.PolicyFile | None = None  # what a publication by shared memory lies in
 
     def hold(self, run: str, owner: str) -> None:
         """Hold the run's lock in this process until it dies, so that a resume waits for it (DESIGN §6). From here on
@@ -827,11 +824,13 @@ class Trainer:
 
     # -- publication (the sending end) --
 
-    def policy(self) -> dict:
-        """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it stands, for its publication."""
-        if self._digest_cache is None:
+    def policy(self, into: dict[str, torch.Tensor] | None = None) -> dict:
+        """{"digest": hex, "tensors": {name: [dtype, [shape]]}} of the policy as it stands, for its publication.
+
+        `into`: name → pinned host tensor that the policy is copied to on the way."""
+        if self._digest_cache is None or into is not None:
             self._only(self.actor)
-            entries = self.ranks.digests(provider.export_native(self.actor.model))
+            entries = self.ranks.digests(provider.export_native(self.actor.model), into)
             self._digest_cache = {
                 "digest": checkpoint.policy_digest(entries),
                 "tensors": {n: [dtype, list(shape)] for n, (dtype, shape, _) in entries.items()},
@@ -851,15 +850,19 @@ class Trainer:
         self._only(self.actor)
         if self.ranks.dp:
             return None
-        policy = self.policy()
-        manifest = {"version": version, "digest": policy["digest"], "transport": transport, "tensors": policy["tensors"]}
         own = {name: (view, dim, start) for name, view, dim, start in provider.native_slices(self.actor.model)}
         whole = self.ranks.tp_size == 1
         views = {name: view.detach() for name, (view, _, _) in own.items()}
+        if transport == "shm":
+            self.ranks.together(lambda: self._make_memory(views), self.ranks.tp_group)
+        at_once = transport == "shm" and whole and self._memory.pinned  # copied and hashed in one pass
+        policy = self.policy(self._memory.tensors if at_once else None)
+        manifest = {"version": version, "digest": policy["digest"], "transport": transport, "tensors": policy["tensors"]}
         if transport == "ipc":
             place = ipc_handles((name, view) for name, (view, _, _) in own.items())
         elif transport == "shm":
-            self.ranks.together(lambda: self._write_memory(views), self.ranks.tp_group)
+            if not at_once:
+                self.ranks.together(lambda: self._write_memory(views), self.ranks.tp_group)
             place = self._memory.path
         else:
             path = Path(location)
@@ -872,9 +875,12 @@ class Trainer:
         slices = {name: [dim, start] for name, (_, dim, start) in own.items()}
         return {**manifest, "parts": self.ranks.gather({"location": place, "slices": slices}, self.ranks.tp_group)}
 
-    def _write_memory(self, views: dict[str, torch.Tensor]) -> None:
+    def _make_memory(self, views: dict[str, torch.Tensor]) -> None:
         if self._memory is None:
-            self._memory = MemoryFile({name: unfused(view.to("meta")) for name, view in views.items()})
+            like = {name: unfused(view.to("meta")) for name, view in views.items()}
+            self._memory = hostmemory.make_policy_file(like, gpu=self.settings.device == "cuda")
+
+    def _write_memory(self, views: dict[str, torch.Tensor]) -> None:
         for name, view in views.items():
             copy_to_host(unfused(view), self._memory.tensors[name])
 
@@ -1046,58 +1052,9 @@ def ipc_handles(tensors) -> dict:
     return {"device": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid), "handles": handles}
 
 
-def pinned(size: int) -> torch.Tensor:
-    """`size` bytes of pinned host memory: one buffer registered by hand, where torch's pinned allocator rounds up to a power
-    of two. It is unregistered when it goes, or every later copy from or to memory at its addresses would be refused.
-
-    A fork does not inherit it. Linux copies pinned pages for a child at once, not when they change, and Megatron forks a
-    child for each file of a checkpoint: of 29 GiB each, a host of 128 has no room for two."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
-    weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
-    return buffer
-
-
 def unfused(view: torch.Tensor) -> torch.Tensor:
     """A piece of a fused weight, [groups, rows, hidden], as the native tensor that it is; others as they are."""
     return view.flatten(0, 1) if view.dim() == 3 else view
-
-
-class MemoryFile:
-    """A safetensors file in memory, with room for tensors like these, that a process of the same user on this host can open.
-
-    It has no name in any folder (memfd_create(2)): no limit of /dev/shm holds for it, and it is gone with the last process
-    that holds it, however that ended. OSError where there is no room for it. Its pages are made once, here: to fill new ones
-    took most of a publication's time.
-
-    `path`: where to open it, while this process lives. `tensors`: name -> the tensor in the file, to write to.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        header, size = {}, 0
-        for name, tensor in tensors.items():
-            dtype = checkpoint.stored_dtype(tensor.dtype)
-            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [size, size + tensor.nbytes]}
-            size += tensor.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        self._fd = os.memfd_create("nanbeige-policy")
-        try:  # without room this fails; a page touched later would end the process
-            os.posix_fallocate(self._fd, 0, start + size)
-        except OSError as error:
-            hint = f"no room in memory for a policy of {size / 1e9:.3g} GB; --publication-transport disk needs none"
-            raise OSError(error.errno, f"{error.strerror} ({hint})") from None
-        os.pwrite(self._fd, struct.pack("<Q", len(text)) + text, 0)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        whole = torch.from_file(self.path, shared=True, size=start + size, dtype=torch.uint8)[start:]
-        self.tensors = {
-            name: whole[slice(*header[name]["data_offsets"])].view(tensor.dtype).view(tensor.shape)
-            for name, tensor in tensors.items()
-        }
 
 
 def copy_to_host(tensor: torch.Tensor, host: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,8 +13,10 @@ from pathlib import Path
 import job
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import checkpoint
+import hostmemory
 import trainer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +151,7 @@ def test_offloading_the_idle_network_changes_no_number(optimizer):
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is pinned without a GPU")
 def test_memory_that_was_pinned_can_be_used_again():
     for size in (1 << 20, 8 << 20, 64 << 20):
-        buffer = trainer.pinned(size)
+        buffer = hostmemory.pinned(size)
         assert buffer.is_pinned()
         del buffer
         for other in (size // 2, size, 2 * size):
@@ -164,7 +166,7 @@ def test_a_fork_does_not_copy_pinned_memory():
 
     size = 1 << 30
     before = resident()
-    buffer = trainer.pinned(size)
+    buffer = hostmemory.pinned(size)
     assert resident() - before > 0.9 * size
     read, write = os.pipe()
     if not (child := os.fork()):
@@ -274,6 +276,41 @@ def test_a_publication_by_shared_memory_is_a_file_without_a_name_which_the_next_
     assert second["location"] == first["location"] and second["digest"] != first["digest"]
     assert read(second) == second["digest"]
     assert not list(tmp_path.iterdir()) and not [n for n in set(os.listdir("/dev/shm")) - named if "nanbeige" in n]
+
+
+def test_a_policy_file_shows_what_is_written_to_it_later_and_any_safetensors_file_is_one(tmp_path):
+    like = {"a": torch.empty(3, 2), "b": torch.empty(5, dtype=torch.bfloat16, device="meta")}
+    made = hostmemory.make_policy_file(like, gpu=False)
+    seen = hostmemory.open_policy_file(made.path, gpu=False)
+    for value in (1.5, 2.5):
+        for tensor in made.tensors.values():
+            tensor.fill_(value)
+        for tensors in (seen.tensors, hostmemory.open_policy_file(made.path, gpu=False).tensors, load_file(made.path)):
+            assert torch.equal(tensors["a"], torch.full((3, 2), value))
+            assert torch.equal(tensors["b"], torch.full((5,), value, dtype=torch.bfloat16))
+    for named in ({"x": torch.arange(3)}, {"y": torch.rand(2), "z": torch.tensor(True)}):
+        save_file(named, tmp_path / "file", metadata={"format": "pt"})
+        read = hostmemory.open_policy_file(str(tmp_path / "file"), gpu=False).tensors
+        assert read.keys() == named.keys() and all(torch.equal(read[name], named[name]) for name in named)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is pinned without a GPU")
+def test_a_policy_in_memory_is_pinned_at_both_ends_and_a_refused_pin_leaves_no_error_behind(tmp_path):
+    made = hostmemory.make_policy_file({"a": torch.empty(1 << 20), "b": torch.empty(3)}, gpu=True)
+    assert all(tensor.is_pinned() for tensor in made.tensors.values())
+    source = torch.randn(1 << 20, device="cuda")
+    checkpoint.copy_pinned(source, made.tensors["a"])
+    there = torch.empty_like(source)
+    checkpoint.copy_pinned(made.tensors["a"], there)
+    assert torch.equal(there, source) and torch.equal(load_file(made.path)["a"], source.cpu())
+    wide = torch.randn(2, 3, device="cuda").T[:, 0]  # strided
+    found = checkpoint.tensor_digests({"a": 2 * source, "b": wide}.items(), into=made.tensors)
+    assert found == checkpoint.tensor_digests(made.tensors.items()) == checkpoint.tensor_digests({"a": 2 * source, "b": wide}.items())
+    plain = torch.empty(1 << 20, dtype=torch.uint8)
+    hostmemory.pin(plain)
+    with pytest.raises(RuntimeError):
+        hostmemory.pin(plain)
+    assert float(torch.ones(3, device="cuda").sum()) == 3
 
 
 def test_no_room_for_a_publication_in_memory_is_said_before_anything_is_written(monkeypatch):
