@@ -304,8 +304,10 @@ def test_a_policy_in_memory_is_pinned_at_both_ends_and_a_refused_pin_leaves_no_e
     checkpoint.copy_pinned(made.tensors["a"], there)
     assert torch.equal(there, source) and torch.equal(load_file(made.path)["a"], source.cpu())
     wide = torch.randn(2, 3, device="cuda").T[:, 0]  # strided
-    found = checkpoint.tensor_digests({"a": 2 * source, "b": wide}.items(), into=made.tensors)
-    assert found == checkpoint.tensor_digests(made.tensors.items()) == checkpoint.tensor_digests({"a": 2 * source, "b": wide}.items())
+    policy = {"a": 2 * source, "b": wide}
+    found = checkpoint.tensor_digests(policy.items(), into=made.tensors)
+    assert found == checkpoint.tensor_digests(policy.items()) == checkpoint.tensor_digests(made.tensors.items())
+    assert torch.equal(made.tensors["b"], wide.cpu())
     plain = torch.empty(1 << 20, dtype=torch.uint8)
     hostmemory.pin(plain)
     with pytest.raises(RuntimeError):
