@@ -20,8 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from machine import machine, versions
@@ -30,6 +29,8 @@ from update import spread
 import checkpoint
 import rollout
 import trainer
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def receive(pipe, device: str) -> None:
