@@ -40,9 +40,8 @@ class Hardware:
     forward and both gradients there (2.122 s in place of 2.068).
     `digest`: BLAKE3 of a tensor on the GPU, from the middle of the 0.77 to 1.14 s in which six runs published 16.7 GB, hashed
     twice (results/official, results/budget.json; the notes have 24 GB/s, of another loop). `snapshot`: trainer.copy_to_host,
-    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint; a publication by shared memory fills
-    the same memory each time and should be faster, which was not measured. `pinned`, `disk`, `load`: notes, moving weights; the
-    lower where they give a range. `load` is of pageable memory: the engines' way through a pinned piece was not measured.
+    which fills fresh host memory, from the 1.95 s of GRPO's first measured checkpoint. `pinned`, `disk`, `load`: notes, moving
+    weights; the lower where they give a range. `load` is of pageable memory, before files went through a pinned piece.
     `nvlink`, `network`: a GPU's, one way; nominal (450 GB/s; 400 Gb/s a GPU, eight network cards a node). `ring`: the share that
     NCCL's ring reaches of them; `hop`: a step of a ring. Both assumed.
     `share_node`, `share_all`: a shared file system, one node's and all nodes' together. Assumed.
@@ -194,11 +193,12 @@ def publish(r, config, hw: Hardware) -> dict[str, float]:
     how = transport(r)
     if how == "ipc":
         return parts | {"engines read": 2 * size / hw.memory}
+    if how == "shm":  # pinned at both ends; without tensor parallelism the digest's pass is the copy
+        return parts | {"to the host": size / t / hw.pinned if t > 1 else 0.0, "engines read": size / hw.pinned}
     nodes = math.ceil(r.rollout_gpus / hw.gpus_per_node) if r.ray_address else 1
-    shared = bool(r.ray_address) and how == "disk"
-    write = 0.0 if how == "shm" else size / t / hw.disk
+    write = size / t / hw.disk
     read = size / hw.load  # every rank of every engine reads the whole, a node once from the file system
-    if shared:
+    if r.ray_address:
         write, read = max(write, size / hw.share_node), read + max(size / hw.share_node, size * nodes / hw.share_all)
     return parts | {"to the host": size / t / hw.snapshot, "to a file": write, "engines read": read}
 

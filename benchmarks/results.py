@@ -27,6 +27,11 @@ def table(head: list[str], rows: list[list]) -> list[str]:
     ]
 
 
+def ranged(x: dict | None) -> str:
+    """Median and extremes."""
+    return f"{x['median']:.3f} ({x['min']:.3f} to {x['max']:.3f})" if x else ""
+
+
 def official() -> list[str]:
     found = {a: load(f"official/{a}.json") for a in ALGORITHMS}
     lines = ["## The official shape on one H200", ""]
@@ -111,7 +116,6 @@ def budget() -> list[str]:
     if not e:
         return [*lines, "Not run.", ""]
     s, m, parts = e["shape"], e["machine"], ("plain", "recompute", "baseline")
-    show = lambda x: f"{x['median']:.3f} ({x['min']:.3f} to {x['max']:.3f})"  # noqa: E731
     used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
     told = lambda part: "not run" if part not in e else "failed"  # noqa: E731
     lines += [
@@ -129,7 +133,7 @@ def budget() -> list[str]:
                 row += [told(part) if "phases" not in e.get(part, {}) else "not known", ""]
                 continue
             seconds, goal = e[part]["phases"][name], e[part]["goals"].get(name)
-            row += [show(seconds), "" if goal is None else f"{goal}: {'yes' if seconds['median'] <= goal else '**no**'}"]
+            row += [ranged(seconds), "" if goal is None else f"{goal}: {'yes' if seconds['median'] <= goal else '**no**'}"]
         rows.append(row)
     lines += table(["phase", "`run.py`", "within the goal", "`--recompute`", "within the goal"], rows)
     for part in parts[:2]:
@@ -253,6 +257,33 @@ def products() -> list[str]:
     return [*lines, *table(head, rows), f"Reading the weights takes {floor:.2f} ms a decode step at least.", ""]
 
 
+def publication() -> list[str]:
+    e = load("publication.json")
+    lines = ["## Publication, by the way the weights take", ""]
+    if not e:
+        return [*lines, "Not run.", ""]
+    used = ", ".join(f"{k} {v}" for k, v in e["versions"].items())
+    cards = " and ".join(e["machine"]["cards"])
+    rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in e["link"].items())
+    lines += [
+        f"{cards}, {e['machine']['cores']} cores, {used}; {rates}. {e['bytes'] / 1e9:.1f} GB in FP32;"
+        f" seconds, medians of {e['ways']['ipc']['later']['sum']['count']} (least to most). A trainer and a stand-in for the"
+        " engine's parameters, without Ray, vLLM and the commit record; the trainer's part is its digest, and the copy that"
+        " leaves the GPU. Made by `benchmarks/publication.py`.",
+        "",
+    ]
+    parts = list(e["ways"]["ipc"]["later"])
+    rows = [
+        [f"`{way}`", *(ranged(row["later"][part]) for part in parts), f"{row['first']['sum']:.2f}"]
+        for way, row in e["ways"].items()
+    ]
+    lines += table(["way", *parts, "the first one"], rows)
+    if run := load("official/grpo-shm.json"):
+        seconds = ", ".join(f"{row['seconds']['publish']:.2f}" for row in run["metrics"])
+        lines += [f"A run of GRPO by `shm` (`results/official/grpo-shm.json`), `publish` of its updates: {seconds} s.", ""]
+    return lines
+
+
 def learning() -> list[str]:
     e = load("learning.json")
     lines = ["## Each algorithm learns", ""]
@@ -291,7 +322,6 @@ def update() -> list[str]:
         f" turns on the same machine. Seconds: median (least to most). Made by `make bench TRL=1`.",
         "",
     ]
-    show = lambda x: f"{x['median']:.3f} ({x['min']:.3f} to {x['max']:.3f})" if x else ""  # noqa: E731
     rows = []
     for who in ("ours", "trl"):
         found = e.get(who)
@@ -302,8 +332,8 @@ def update() -> list[str]:
             continue
         share = found.get("outside_rollout_and_train")
         share = f"{share['median']:.1%}" if share else "not told apart"
-        parts = [show(found["phases"].get(phase)) for phase in ("rollout", "train", "publish")]
-        rows.append([name, f"{show(found['update'])}, {found['update']['count']} counted", *parts, share])
+        parts = [ranged(found["phases"].get(phase)) for phase in ("rollout", "train", "publish")]
+        rows.append([name, f"{ranged(found['update'])}, {found['update']['count']} counted", *parts, share])
     lines += table(["", "update", "rollout", "train", "publish", "outside rollout and train"], rows)
     rate = s["prompts"] * s["completions"] * s["tokens"] / e["ours"]["phases"]["rollout"]["median"]
     sentence = f"The rollout gives {rate:,.0f} tokens/s, the engine alone {e['engine']['tokens_per_second']:,.0f}."
@@ -408,6 +438,7 @@ def main() -> None:
         *scaling(),
         *precision(),
         *products(),
+        *publication(),
         *learning(),
         *update(),
         *start(),
