@@ -859,7 +859,7 @@ class Trainer:
         policy = self.policy(self._memory.tensors if at_once else None)
         manifest = {"version": version, "digest": policy["digest"], "transport": transport, "tensors": policy["tensors"]}
         if transport == "ipc":
-            place = ipc_handles((name, view) for name, (view, _, _) in own.items())
+            place = ipc_handles(views.items())
         elif transport == "shm":
             if not at_once:
                 self.ranks.together(lambda: self._write_memory(views), self.ranks.tp_group)
